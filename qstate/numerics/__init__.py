@@ -1,0 +1,25 @@
+"""What a number becomes: formats, scalings, roundings, packing and random bits, on plain arrays."""
+
+from qstate.numerics._codebook import Codebook, dynamic_map
+from qstate.numerics._codec import Scales, decode, encode, encode_with_bits, unpacked
+from qstate.numerics._format import Format
+from qstate.numerics._formats import (
+    BF16,
+    DYNAMIC4,
+    DYNAMIC8,
+    E2M1,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    FORMATS,
+    INT8,
+    UDYNAMIC8,
+    UE2M2,
+    UE4M4,
+    ULINEAR4,
+)
+from qstate.numerics._minifloat import Minifloat
+from qstate.numerics._random_bits import key_words, random_bits, split_key
+from qstate.numerics._scaling import Block, NoScale, PerTensor, Rank1, Scaling
+from qstate.numerics._storage import Storage, storage

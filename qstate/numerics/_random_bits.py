@@ -1,0 +1,73 @@
+"""Random bits from a counter: a hash of (key, index of the element in the whole array).
+
+Every element's bits depend on nothing but the key and its place in the global array, so they are
+the
+same on every device, for every sharding and in every implementation. The place enters as row and
+column, hashed apart: no index needs 64 bits, and a kernel mixes one word an element.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def key_words(key) -> jax.Array:
+    """Two uint32 words of a JAX key (typed or raw) or of an integer seed.
+
+    Args:
+      key: ``jax.random.key``, ``jax.random.PRNGKey``, raw uint32 data of 2 or more words, or an
+        integer (Python's, NumPy's or a traced scalar).
+
+    Returns:
+      uint32[2].
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if isinstance(key, int):
+        return jnp.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], jnp.uint32)
+    if isinstance(key, (jax.Array, np.ndarray, np.integer)):
+        key = jnp.asarray(key)
+        if key.ndim == 0 and jnp.issubdtype(key.dtype, jnp.integer):
+            return jnp.stack([jnp.uint32(0), key.astype(jnp.uint32)])
+        if key.ndim == 1 and key.shape[0] >= 2 and key.dtype == jnp.uint32:
+            return key[-2:]
+    raise TypeError(f"a key is an integer, jax.random.key(...) or raw uint32[2] data; got {key!r}")
+
+
+def split_key(words: jax.Array, leaves: int) -> tuple[jax.Array, jax.Array]:
+    """The next step's key, uint32[2], and a key a leaf for this one, uint32[leaves, 2]."""
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    later, now = jax.random.split(key)
+    return jax.random.key_data(later), jax.random.bits(now, (leaves, 2), jnp.uint32)
+
+
+def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """32 random bits for every element.
+
+    Args:
+      words: uint32[2], a leaf's key.
+      shape: shape of the whole array, not of a shard.
+
+    Returns:
+      uint32 of ``shape``.
+    """
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1])
+    row = _mix(jnp.arange(rows, dtype=jnp.uint32) ^ words[0]).reshape(*shape[:-1], 1)
+    column = _mix(jnp.arange(columns, dtype=jnp.uint32) ^ words[1])
+    # The words of all rows and columns are random already; what is left to break is the sum.
+    bits = row + column
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D)
+    return (bits ^ (bits >> 16)).reshape(shape)
+
+
+def _mix(word: jax.Array) -> jax.Array:
+    # Chris Wellons' lowbias32, https://github.com/skeeto/hash-prospector
+    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
+    return word ^ (word >> 16)

@@ -1,0 +1,24 @@
+"""How an average lives between steps: its codes, scales and age; its step; its resets."""
+
+from qstate.state._average import (
+    Average,
+    Exempt,
+    dequantize_average,
+    is_average,
+    small_leaf,
+    zeros,
+)
+from qstate.state._reset import (
+    Adaptive,
+    Every,
+    Policy,
+    Tick,
+    adaptive,
+    bias_correction,
+    every,
+    resolve,
+    still,
+    tick,
+)
+from qstate.state._step import keep_averages, step_averages
+from qstate.state._unchanged import unchanged_share

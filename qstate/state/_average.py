@@ -1,0 +1,149 @@
+"""One moving average as it lives between steps: trees of plain arrays, and one clock for all.
+
+``codes`` and ``scales`` have the parameters' tree structure, and their arrays the parameters' rank,
+so what is known of a parameter (its path, its partition) is known of its state. The settings travel
+as static metadata of the whole average, not of its leaves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qstate.numerics import Scales, Storage, decode, encode_with_bits
+from qstate.state._reset import Adaptive, Every, Monitor
+
+SMALLEST_QUANTIZED = 4096
+
+Exempt = Callable[[str, Any], bool]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """A moving average of arrays shaped like the parameters.
+
+    Attributes:
+      codes: a tree like the parameters': codes, or float32 values of leaves that are kept exact;
+        None for leaves that have no average (integers).
+      scales: the same tree: scales, or None where a leaf has none.
+      age: int32[], applied steps since the average last started over.
+      mass: float32[], the bias-correction mass at age 0; 0 but after a soft reset.
+      monitor: what an adaptive reset policy has seen, else None.
+      storage: how the codes are held (static).
+      shapes: for every leaf the shape it was encoded from, None if it is kept exact (static).
+    """
+
+    codes: Any
+    scales: Any
+    age: jax.Array
+    mass: jax.Array
+    monitor: Monitor | None
+    storage: Storage = dataclasses.field(metadata={"static": True})
+    shapes: tuple[tuple[int, ...] | None, ...] = dataclasses.field(metadata={"static": True})
+
+
+def small_leaf(path: str, leaf: Any) -> bool:
+    """The default of ``exempt``: leaves of fewer than 4096 elements stay float32."""
+    del path
+    return math.prod(leaf.shape) < SMALLEST_QUANTIZED
+
+
+def is_average(node: Any) -> bool:
+    return isinstance(node, Average)
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree of arrays, None among them, and its structure."""
+    return jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+
+
+def zeros(
+    params: Any,
+    storage: Storage,
+    *,
+    exempt: Exempt | None = None,
+    policy: Every | Adaptive | None = None,
+) -> Average:
+    """An average that has seen nothing, for a tree of parameters."""
+    _, treedef = leaves_of(params)
+    shapes, codes, scales = [], [], []
+    for path, leaf in jax.tree.flatten_with_path(params, is_leaf=lambda x: x is None)[0]:
+        shape = _quantized_shape(path, leaf, storage, exempt or small_leaf)
+        shapes.append(shape)
+        if not has_average(leaf):
+            blank = None, None
+        elif shape is None:
+            blank = jnp.zeros(leaf.shape, jnp.float32), None
+        else:
+            blank = _blank(shape, storage)
+        codes.append(blank[0])
+        scales.append(blank[1])
+    return Average(
+        codes=treedef.unflatten(codes),
+        scales=treedef.unflatten(scales),
+        age=jnp.zeros([], jnp.int32),
+        mass=jnp.zeros([], jnp.float32),
+        monitor=Monitor.start() if isinstance(policy, Adaptive) else None,
+        storage=storage,
+        shapes=tuple(shapes),
+    )
+
+
+def has_average(leaf: Any) -> bool:
+    """Whether a parameter or gradient is one that is averaged: of a floating dtype."""
+    return leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def read(average: Average, i: int, codes: jax.Array, scales: Scales) -> jax.Array:
+    """Leaf ``i`` of an average as float32."""
+    shape = average.shapes[i]
+    return codes if shape is None else decode(codes, scales, average.storage, shape)
+
+
+def write(
+    average: Average, i: int, x: jax.Array, bits: jax.Array | None
+) -> tuple[jax.Array, Scales]:
+    """Codes and scales of a new value (float32) of leaf ``i``."""
+    if average.shapes[i] is None:
+        return x, None
+    return encode_with_bits(x, average.storage, bits)
+
+
+def dequantize_average(average: Average) -> Any:
+    """An average as a tree of float32 arrays, None where a leaf has none."""
+    codes, treedef = leaves_of(average.codes)
+    scales = treedef.flatten_up_to(average.scales)
+    return treedef.unflatten(
+        None if c is None else read(average, i, c, s)
+        for i, (c, s) in enumerate(zip(codes, scales, strict=True))
+    )
+
+
+def _quantized_shape(path, leaf, storage: Storage, exempt: Exempt) -> tuple[int, ...] | None:
+    if leaf is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{_name(path)} is complex; averages are of real numbers: keep its real and imaginary "
+            "parts as two leaves, or mask it with optax.masked"
+        )
+    if not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
+        return None
+    return None if exempt(_name(path), leaf) else tuple(leaf.shape)
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _blank(shape: tuple[int, ...], storage: Storage) -> tuple[jax.Array, Scales]:
+    """What zeros are encoded as, without encoding them: all codes and scales are 0."""
+    bits = jax.ShapeDtypeStruct(shape, jnp.uint32) if storage.stochastic else None
+    blank = jax.eval_shape(
+        lambda x, b: encode_with_bits(x, storage, b),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        bits,
+    )
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), blank)

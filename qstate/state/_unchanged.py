@@ -1,0 +1,48 @@
+"""How much of an average one step left as it was: what stalling means."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from qstate.numerics import unpacked
+from qstate.state._average import Average, leaves_of, read
+
+
+def unchanged_share(steps: Iterable[tuple[Average, Average]]) -> jax.Array:
+    """Share of elements whose stored code one step did not change, float32[].
+
+    Leaves that are kept exact do not count, unless all are. Where scales are powers of two a code
+    also changes when its block's scale flips, so there it is the stored number that is compared.
+    NaN where there is no element at all.
+
+    Args:
+      steps: averages before and after, counted together.
+    """
+    same, total = jnp.zeros([], jnp.float32), 0
+    for before, after in steps:
+        for old, new in _stored(before, after):
+            # Sums of 0 and 1 in float32 are exact to 2^24: rows first keeps large leaves exact.
+            rows = jnp.sum(old == new, axis=-1, dtype=jnp.float32)
+            same += jnp.sum(rows, dtype=jnp.float32)
+            total += old.size
+    return same / total if total else jnp.full([], jnp.nan, jnp.float32)
+
+
+def _stored(before: Average, after: Average) -> Iterable[tuple[jax.Array, jax.Array]]:
+    """Pairs of what a step is judged by, one element each, for every leaf that counts."""
+    quantized = any(shape is not None for shape in before.shapes)
+    old_codes, treedef = leaves_of(before.codes)
+    old_scales = treedef.flatten_up_to(before.scales)
+    new_codes = treedef.flatten_up_to(after.codes)
+    new_scales = treedef.flatten_up_to(after.scales)
+    for i, shape in enumerate(before.shapes):
+        if old_codes[i] is None or (quantized and shape is None):
+            continue
+        if shape is None or before.storage.scaling.scale == "power_of_two":
+            old = read(before, i, old_codes[i], old_scales[i])
+            new = read(after, i, new_codes[i], new_scales[i])
+        else:
+            old = unpacked(old_codes[i], before.storage, shape)
+            new = unpacked(new_codes[i], before.storage, shape)
+        yield jnp.atleast_1d(old), jnp.atleast_1d(new)
