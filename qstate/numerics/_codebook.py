@@ -1,10 +1,12 @@
 """Codebooks: any short list of numbers, and the dynamic maps of 8-bit and 4-bit optimizers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from qstate.numerics._format import Format, codes_an_octave
 
@@ -66,11 +68,16 @@ class Codebook(Format):
         return np.array(self.values)
 
     def locate(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        table = jnp.asarray(self.values, jnp.float32)
-        above = jnp.searchsorted(table, y, side="right", method="scan_unrolled")
-        index = jnp.clip(above.astype(jnp.int32) - 1, 0, len(self.values) - 2)
-        below = table[index]
-        return index, jnp.clip((y - below) / (table[index + 1] - below), 0, 1)
+        # A float's leading bits name a bucket that has one number of the list inside it at most.
+        starts, shift, base = _buckets(self.values)
+        bits = lax.bitcast_convert_type(y, jnp.int32)
+        bucket = jnp.clip(((bits & 0x7FFFFFFF) >> shift) - base, 0, starts.shape[1] - 1)
+        side = jnp.where(bits < 0, starts.shape[1], 0)
+        start = _look_up(starts.reshape(-1), side + bucket)
+        last = len(self.values) - 2
+        index = jnp.minimum(start + (y >= self.value_at(start + 1)), last).astype(jnp.int32)
+        below, above = self.value_at(index), self.value_at(index + 1)
+        return index, jnp.clip((y - below) / (above - below), 0, 1)
 
     def nonzero(self, index: jax.Array) -> jax.Array:
         if 0.0 not in self.values:
@@ -78,7 +85,7 @@ class Codebook(Format):
         return jnp.where(index == self.values.index(0.0), index + 1, index)
 
     def value_at(self, index: jax.Array) -> jax.Array:
-        return jnp.asarray(self.values, jnp.float32)[index]
+        return _look_up(np.array(self.values, np.float32), index)
 
     def code(self, index: jax.Array, y: jax.Array) -> jax.Array:
         del y  # the sign is part of the place in the list
@@ -108,3 +115,31 @@ def dynamic_map(decades: int, bits: int, signed: bool) -> tuple[float, ...]:
         if signed:
             values += (-middles).tolist()
     return tuple(sorted(values))
+
+
+def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+
+
+@functools.cache
+def _buckets(values: tuple[float, ...]) -> tuple[np.ndarray, int, int]:
+    """Buckets of float32 by leading bits, fine enough that none has two of the values inside.
+
+    Returns:
+      For both signs and every bucket the place of the last value at or below all of it (int32,
+      ``(2, buckets)``); by how much to shift a magnitude's bits; what to subtract then.
+    """
+    grid = np.array(values, np.float32)
+    sizes = np.abs(grid[grid != 0])
+    for shift in range(23, 0, -1):
+        base = (sizes.min().view(np.int32) >> shift) - 1
+        top = (sizes.max().view(np.int32) >> shift) + 1
+        edges = (np.arange(base, top + 2, dtype=np.int32) << shift).view(np.float32)
+        edges[0] = 0  # the first bucket reaches down to zero
+        upwards = np.searchsorted(grid, edges, side="right") - 1
+        downwards = np.searchsorted(grid, -edges, side="right") - 1
+        inside = np.searchsorted(grid, edges[1:], side="left") - 1 - upwards[:-1]
+        if max(inside.max(), (downwards[:-1] - downwards[1:]).max()) <= 1:
+            starts = np.stack([upwards[:-1], downwards[1:]])
+            return np.clip(starts, 0, len(grid) - 2).astype(np.int32), shift, int(base)
+    raise ValueError("two values of the codebook are the same in float32")

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qstate.numerics._blocks import block_layout
+from qstate.numerics._blocks import Blocks, block_layout
 from qstate.numerics._format import Format
 from qstate.numerics._minifloat import Minifloat
 from qstate.numerics._packing import pack, unpack
 from qstate.numerics._random_bits import key_words, random_bits
 from qstate.numerics._rounding import RANDOM_BITS, round_nearest, round_stochastic
 from qstate.numerics._scale_formats import load_scale, store_scale
-from qstate.numerics._scaling import NoScale
+from qstate.numerics._scaling import Block, NoScale
 from qstate.numerics._storage import Storage
 
 Scales = None | jax.Array | tuple[jax.Array, ...]
@@ -91,21 +91,18 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     """
     if storage.exact:
         return codes
-    full = shape or (1,)
-    u = storage.format.value(unpacked(codes, storage, full))
+    blocks = _blocks(storage, shape)
+    u = storage.format.value(unpack(codes, blocks) if storage.packed else blocks.split(codes))
     if storage.has_scales:
         # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
-        u = (u * jnp.float32(1 / _unit(storage))) * _spread(scales, storage, full)
-    return (u * u if storage.domain == "sqrt" else u).reshape(shape)
+        u = (u * jnp.float32(1 / _unit(storage))) * _spread(scales, storage, blocks)
+    return blocks.join(u * u if storage.domain == "sqrt" else u).reshape(shape)
 
 
 def unpacked(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
     """Codes with one array element each."""
-    if not storage.packed:
-        return codes
-    full = shape or (1,)
-    axis, length = block_layout(full, storage.scaling.block)
-    return unpack(codes, axis, length, full[axis])
+    blocks = _blocks(storage, shape)
+    return blocks.join(unpack(codes, blocks)) if storage.packed else codes
 
 
 def encode_with_bits(
@@ -114,27 +111,27 @@ def encode_with_bits(
     """`encode` of a float32 array, with the random bits (uint32 below 2^16) given."""
     if storage.exact:
         return x, None
-    x = x.reshape(x.shape or (1,))
+    blocks = _blocks(storage, x.shape)
+    x = blocks.split(x.reshape(x.shape or (1,)))
+    bits = None if bits is None else blocks.split(bits.reshape(bits.shape or (1,)))
     format = storage.format
     u = _square_root(x) if storage.domain == "sqrt" else x
     if not storage.has_scales:
         index = jnp.where(
             jnp.isfinite(u), _round(u, storage, bits, live=u != 0), _special(format, u)
         )
-        return format.code(index, u), None
+        return blocks.join(format.code(index, u)), None
 
-    scales = _measure(u, storage)
-    scale = _spread(scales, storage, x.shape)
+    scales = _measure(u, storage, blocks)
+    scale = _spread(scales, storage, blocks)
     live = scale > 0  # neither zero nor NaN
     reciprocal = jnp.where(live, jnp.minimum(4 / scale, _LARGEST), 0)
     y = (u * reciprocal) * jnp.float32(_unit(storage) / 4)
     index = _round(y, storage, bits, live)
     if storage.scaling.scale == "power_of_two":
-        index, scales = _settle_power_of_two(index, scales, storage)
+        index, scales = _settle_power_of_two(index, scales, storage, blocks)
     codes = jnp.where(live, format.code(index, y), 0).astype(format.dtype)
-    if storage.packed:
-        codes = pack(codes, *block_layout(x.shape, storage.scaling.block))
-    return codes, scales
+    return pack(codes, blocks) if storage.packed else blocks.join(codes), scales
 
 
 def _round(y: jax.Array, storage: Storage, bits: jax.Array | None, live: jax.Array) -> jax.Array:
@@ -159,6 +156,14 @@ def _special(format: Format, u: jax.Array) -> jax.Array:
     return format.special_index(u)
 
 
+def _blocks(storage: Storage, shape: tuple[int, ...]) -> Blocks:
+    """How an array is worked on: in its scales' blocks, or in those that share bytes."""
+    shape = shape or (1,)
+    if storage.packed or isinstance(storage.scaling, Block):
+        return block_layout(shape, storage.scaling.block)
+    return Blocks(len(shape) - 1, max(shape[-1], 1), shape[-1], 0)
+
+
 def _unit(storage: Storage) -> float:
     """What number of the grid a scale of 1.0 stands for."""
     top = storage.format.top
@@ -167,7 +172,7 @@ def _unit(storage: Storage) -> float:
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 
 
-def _measure(u: jax.Array, storage: Storage) -> Scales:
+def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Scales:
     format, scaling = storage.format, storage.scaling
     if format.bottom == -format.top:
         magnitude = jnp.abs(u)
@@ -177,7 +182,7 @@ def _measure(u: jax.Array, storage: Storage) -> Scales:
         magnitude = jnp.where((u < 0) & (u > -jnp.inf), stretched, jnp.abs(u))
     else:
         magnitude = jnp.where(u > -jnp.inf, jnp.maximum(u, 0), jnp.nan)
-    measured = scaling.measure(magnitude)
+    measured = scaling.measure(magnitude, blocks)
     if isinstance(scaling, NoScale):
         measured = jnp.where(jnp.isfinite(measured), jnp.minimum(measured, 0) + 1, jnp.nan)
     return jax.tree.map(
@@ -192,12 +197,12 @@ def _measure(u: jax.Array, storage: Storage) -> Scales:
     )
 
 
-def _spread(scales: Scales, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
-    return storage.scaling.spread(jax.tree.map(load_scale, scales), shape)  # pyright: ignore
+def _spread(scales: Scales, storage: Storage, blocks: Blocks) -> jax.Array:
+    return storage.scaling.spread(jax.tree.map(load_scale, scales), blocks)  # pyright: ignore
 
 
 def _settle_power_of_two(
-    index: jax.Array, scales: jax.Array, storage: Storage
+    index: jax.Array, scales: jax.Array, storage: Storage, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """Halve the scale of blocks that rounding left with no number above half the largest.
 
@@ -206,8 +211,9 @@ def _settle_power_of_two(
     """
     format, scaling = storage.format, storage.scaling
     assert isinstance(format, Minifloat)
-    halve = (scaling.measure(index) <= format.half_top_index) & (scales > 1) & (scales < 255)
-    index = jnp.where(scaling.spread(halve, index.shape), format.doubled(index), index)
+    halve = (scaling.measure(index, blocks) <= format.half_top_index) & (scales > 1)
+    halve &= scales < 255
+    index = jnp.where(scaling.spread(halve, blocks), format.doubled(index), index)
     return index, jnp.where(halve, scales - 1, scales).astype(scales.dtype)
 
 

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qstate.numerics._blocks import block_layout, block_maximum, spread_blocks
+from qstate.numerics._blocks import Blocks
 
 DEFAULT_BLOCK = 128
 SCALE_FORMATS = ("float32", "bfloat16", "power_of_two")
@@ -20,11 +20,11 @@ class _WholeTensor:
     block = DEFAULT_BLOCK
     scale = "float32"
 
-    def measure(self, x: jax.Array) -> jax.Array:
-        return jnp.max(x, keepdims=True, initial=0)
+    def measure(self, rows: jax.Array, blocks: Blocks) -> jax.Array:
+        return jnp.max(rows, initial=0).reshape((1,) * (rows.ndim - 1))
 
-    def spread(self, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.broadcast_to(scales, shape)
+    def spread(self, scales: jax.Array, blocks: Blocks) -> jax.Array:
+        return jnp.expand_dims(scales, blocks.axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Block:
     def block(self) -> int:
         return self.size
 
-    def measure(self, x: jax.Array) -> jax.Array:
-        return block_maximum(x, *block_layout(x.shape, self.size))
+    def measure(self, rows: jax.Array, blocks: Blocks) -> jax.Array:
+        return blocks.maximum(rows)
 
-    def spread(self, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return spread_blocks(scales, shape, *block_layout(shape, self.size))
+    def spread(self, scales: jax.Array, blocks: Blocks) -> jax.Array:
+        return blocks.spread(scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Rank1:
     block = DEFAULT_BLOCK
     scale = "float32"
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def measure(self, rows: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
+        x = blocks.join(rows)
         if x.ndim == 1:
             return (jnp.max(x, keepdims=True, initial=0),)
         return tuple(
@@ -107,13 +108,15 @@ class Rank1:
             for i in range(x.ndim)
         )
 
-    def spread(self, scales: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
+    def spread(self, scales: tuple[jax.Array, ...], blocks: Blocks) -> jax.Array:
         # A bad element makes NaN of its row's scale and of its column's. Only where all of an
         # element's scales are NaN is the element bad.
         finite = [jnp.where(jnp.isnan(s), jnp.inf, s) for s in scales]
         smallest = functools.reduce(jnp.minimum, finite)
         smallest = jnp.where(jnp.isinf(smallest), jnp.nan, smallest).astype(jnp.float32)
-        return jnp.broadcast_to(smallest, shape)
+        if smallest.ndim == 1:
+            return smallest
+        return blocks.split(smallest)
 
 
 Scaling = NoScale | PerTensor | Block | Rank1

@@ -45,9 +45,9 @@ def warn_of_nearest(storage: Storage, decay, *, stacklevel: int) -> None:
     if ratio > 1:
         stalled = theory.stall_probability(storage.format, decay)
         warnings.warn(
-            f"a second moment in {storage.format.name} with decay {decay} and nearest rounding only "
-            f"ever rises: the grid is {ratio:.3g} times too coarse for its steps, so it stalls in "
-            f"{stalled:.1%} of them and never follows a fall of the gradients. Use "
+            f"a second moment in {storage.format.name} with decay {decay} and nearest rounding "
+            f"only ever rises: the grid is {ratio:.3g} times too coarse for its steps, so it "
+            f"stalls in {stalled:.1%} of them and never follows a fall of the gradients. Use "
             'rounding="stochastic".',
             stacklevel=stacklevel + 1,
         )
