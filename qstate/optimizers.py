@@ -152,8 +152,8 @@ def storages(storage: Storages) -> tuple[Storage, Storage]:
     )
 
 
-def resets(reset: Reset, storage: Storages) -> tuple[Policy, Policy]:
-    """The pair of policies that a word, a policy or a pair stands for."""
+def resets(reset: Any, storage: Storages) -> tuple[Policy, Policy]:
+    """The pair of policies that a word, a policy or a pair (`Reset`) stands for."""
     if isinstance(reset, tuple) and len(reset) == 2:
         return reset
     if reset is None or reset == "recipe":
@@ -161,7 +161,7 @@ def resets(reset: Reset, storage: Storages) -> tuple[Policy, Policy]:
     if reset == "theory":
         reset = theory()  # pyright: ignore[reportCallIssue]
     elif reset == "paper":
-        if storage not in _PAPER_PERIODS:
+        if not isinstance(storage, str) or storage not in _PAPER_PERIODS:
             raise ValueError(
                 f'reset="paper" is for storage {", ".join(_PAPER_PERIODS)}, not {storage!r}; '
                 'use "theory" or qstate.every(period)'

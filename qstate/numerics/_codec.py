@@ -14,6 +14,8 @@ Reciprocals of 4, not of 1: ``4 / scale`` is a normal float32 for every normal s
 flushed to zero and nothing overflows.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,7 +140,7 @@ def _round(y: jax.Array, storage: Storage, bits: jax.Array | None, live: jax.Arr
     """Index of the grid point that ``y`` rounds to."""
     format = storage.format
     index, fraction = format.locate(y)
-    if storage.stochastic:
+    if bits is not None:
         if storage.domain == "sqrt":
             # Linear in the average: (y^2 - low^2) / (high^2 - low^2).
             low, high = format.value_at(index), format.value_at(index + 1)
@@ -172,7 +174,7 @@ def _unit(storage: Storage) -> float:
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 
 
-def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Scales:
+def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Any:
     format, scaling = storage.format, storage.scaling
     if format.bottom == -format.top:
         magnitude = jnp.abs(u)
@@ -182,7 +184,7 @@ def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Scales:
         magnitude = jnp.where((u < 0) & (u > -jnp.inf), stretched, jnp.abs(u))
     else:
         magnitude = jnp.where(u > -jnp.inf, jnp.maximum(u, 0), jnp.nan)
-    measured = scaling.measure(magnitude, blocks)
+    measured: Any = scaling.measure(magnitude, blocks)
     if isinstance(scaling, NoScale):
         measured = jnp.where(jnp.isfinite(measured), jnp.minimum(measured, 0) + 1, jnp.nan)
     return jax.tree.map(
@@ -210,7 +212,7 @@ def _settle_power_of_two(
     was read back would pick the finer scale, and the codes would not be the same.
     """
     format, scaling = storage.format, storage.scaling
-    assert isinstance(format, Minifloat)
+    assert isinstance(format, Minifloat) and isinstance(scaling, Block)
     halve = (scaling.measure(index, blocks) <= format.half_top_index) & (scales > 1)
     halve &= scales < 255
     index = jnp.where(scaling.spread(halve, blocks), format.doubled(index), index)

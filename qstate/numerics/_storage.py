@@ -91,6 +91,16 @@ class Storage:
     def has_scales(self) -> bool:
         return not (isinstance(self.scaling, NoScale) and self.format.holds_nan)
 
+    @property
+    def layout(self) -> str:
+        """A name for what has to agree for codes to be read: format, scaling and domain."""
+        parts = [self.format.name]
+        if isinstance(self.scaling, Block):
+            parts += [f"block{self.scaling.size}", self.scaling.scale]
+        elif not isinstance(self.scaling, NoScale):
+            parts.append(type(self.scaling).__name__.lower())
+        return "_".join(parts + (["sqrt"] if self.domain == "sqrt" else []))
+
     def without_zero(self) -> "Storage":
         """The same storage, in which only zero itself is stored as zero."""
         return dataclasses.replace(self, format=self.format.without_zero())

@@ -15,16 +15,20 @@ import jax.numpy as jnp
 
 from qstate.numerics import Scales, Storage, decode, encode_with_bits
 from qstate.state._reset import Adaptive, Every, Monitor
+from qstate.state._serialization import register_with_flax
 
 SMALLEST_QUANTIZED = 4096
 
 Exempt = Callable[[str, Any], bool]
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Average:
     """A moving average of arrays shaped like the parameters.
+
+    In paths the codes are named after their layout, as in ``mu.codes_e4m3_block128_float32``:
+    a checkpoint of another layout does not fit, whatever its shapes.
 
     Attributes:
       codes: a tree like the parameters': codes, or float32 values of leaves that are kept exact;
@@ -42,8 +46,27 @@ class Average:
     age: jax.Array
     mass: jax.Array
     monitor: Monitor | None
-    storage: Storage = dataclasses.field(metadata={"static": True})
-    shapes: tuple[tuple[int, ...] | None, ...] = dataclasses.field(metadata={"static": True})
+    storage: Storage
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        children = (
+            (key(f"codes_{self.storage.layout}"), self.codes),
+            (key("scales"), self.scales),
+            (key("age"), self.age),
+            (key("mass"), self.mass),
+            (key("monitor"), self.monitor),
+        )
+        return children, (self.storage, self.shapes)
+
+    def tree_flatten(self):
+        children = (self.codes, self.scales, self.age, self.mass, self.monitor)
+        return children, (self.storage, self.shapes)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(*children, *static)
 
 
 def small_leaf(path: str, leaf: Any) -> bool:
@@ -69,6 +92,7 @@ def zeros(
     policy: Every | Adaptive | None = None,
 ) -> Average:
     """An average that has seen nothing, for a tree of parameters."""
+    register_with_flax(Average)
     _, treedef = leaves_of(params)
     shapes, codes, scales = [], [], []
     for path, leaf in jax.tree.flatten_with_path(params, is_leaf=lambda x: x is None)[0]:
@@ -93,7 +117,7 @@ def zeros(
     )
 
 
-def has_average(leaf: Any) -> bool:
+def has_average(leaf: Any | None) -> bool:
     """Whether a parameter or gradient is one that is averaged: of a floating dtype."""
     return leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -123,13 +147,13 @@ def dequantize_average(average: Average) -> Any:
     )
 
 
-def _quantized_shape(path, leaf, storage: Storage, exempt: Exempt) -> tuple[int, ...] | None:
+def _quantized_shape(path, leaf: Any, storage: Storage, exempt: Exempt) -> tuple[int, ...] | None:
     if leaf is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise TypeError(
             f"{_name(path)} is complex; averages are of real numbers: keep its real and imaginary "
             "parts as two leaves, or mask it with optax.masked"
         )
-    if not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
+    if leaf is None or not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
         return None
     return None if exempt(_name(path), leaf) else tuple(leaf.shape)
 

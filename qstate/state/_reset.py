@@ -169,14 +169,19 @@ class Tick(NamedTuple):
 class Clock(Protocol):
     """What of an average a clock reads."""
 
-    age: jax.Array
-    mass: jax.Array
-    monitor: Monitor | None
+    @property
+    def age(self) -> jax.Array: ...
+
+    @property
+    def mass(self) -> jax.Array: ...
+
+    @property
+    def monitor(self) -> Monitor | None: ...
 
 
 def tick(average: Clock, decay, policy: Every | Adaptive | None) -> Tick:
     """Advances an average's clock by one step."""
-    age = optax.safe_increment(average.age)
+    age = jnp.asarray(optax.safe_increment(average.age))
     if isinstance(policy, Every):
         due = age >= policy.period
     elif isinstance(policy, Adaptive):

@@ -127,7 +127,7 @@ def scale_by_adam(
     if not together:
         warn_of_hard_alone(mu_policy, nu_policy, stacklevel=stacklevel + 1)
 
-    def init_fn(params):
+    def init_fn(params) -> Any:
         return ScaleByAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros(params, mu_storage, exempt=exempt, policy=mu_policy),
@@ -135,7 +135,7 @@ def scale_by_adam(
             key=key_words(key),
         )
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
         del params, extra_args
         mu, nu = state.mu, state.nu
         nu_tick = tick(nu, b2, nu_policy)
@@ -163,6 +163,7 @@ def scale_by_adam(
             policies=(mu_policy, nu_policy),
             key=state.key,
         )
-        return updates, ScaleByAdamState(optax.safe_increment(state.count), mu, nu, key)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return updates, ScaleByAdamState(count, mu, nu, key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

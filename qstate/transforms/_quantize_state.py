@@ -97,7 +97,7 @@ def quantize_state(
             "qstate.theory.reset_period(format, decay), or qstate.scale_by_adam"
         )
 
-    def init_fn(params):
+    def init_fn(params) -> Any:
         found = []
 
         def store(name, field):
@@ -111,7 +111,7 @@ def quantize_state(
         _check_names(storage, found)
         return _keep(state, key_words(key), still)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
         stored, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_average)
         read = treedef.unflatten(dequantize_average(s) if is_average(s) else s for s in stored)
         updates, new = inner.update(updates, read, params, **extra_args)
