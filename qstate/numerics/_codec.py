@@ -212,7 +212,8 @@ def _settle_power_of_two(
     was read back would pick the finer scale, and the codes would not be the same.
     """
     format, scaling = storage.format, storage.scaling
-    assert isinstance(format, Minifloat) and isinstance(scaling, Block)
+    assert isinstance(format, Minifloat)
+    assert isinstance(scaling, Block)
     halve = (scaling.measure(index, blocks) <= format.half_top_index) & (scales > 1)
     halve &= scales < 255
     index = jnp.where(scaling.spread(halve, blocks), format.doubled(index), index)
