@@ -1,7 +1,7 @@
 """What a number becomes: formats, scalings, roundings, packing and random bits, on plain arrays."""
 
 from qstate.numerics._codebook import Codebook, dynamic_map
-from qstate.numerics._codec import Scales, decode, encode, encode_with_bits, unpacked
+from qstate.numerics._codec import Scales, decode, encode, encode_unpacked, packed, unpacked
 from qstate.numerics._format import Format
 from qstate.numerics._formats import (
     BF16,

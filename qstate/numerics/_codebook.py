@@ -75,7 +75,8 @@ class Codebook(Format):
         side = jnp.where(bits < 0, starts.shape[1], 0)
         start = _look_up(starts.reshape(-1), side + bucket)
         last = len(self.values) - 2
-        index = jnp.minimum(start + (y >= self.value_at(start + 1)), last).astype(jnp.int32)
+        passed = (y >= self.value_at(start + 1)).astype(jnp.int32)
+        index = jnp.minimum(start + passed, last)
         below, above = self.value_at(index), self.value_at(index + 1)
         return index, jnp.clip((y - below) / (above - below), 0, 1)
 

@@ -69,7 +69,8 @@ def encode(x: jax.Array, storage: Storage, key=None) -> tuple[jax.Array, Scales]
         if key is None:
             raise ValueError("stochastic rounding needs a key: encode(x, storage, key=0)")
         bits = random_bits(key_words(key), x.shape) >> (32 - RANDOM_BITS)
-    return encode_with_bits(x, storage, bits)
+    codes, scales = encode_unpacked(x, storage, bits)
+    return packed(codes, storage, x.shape), scales
 
 
 def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
@@ -98,7 +99,7 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     if storage.has_scales:
         # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
         u = (u * jnp.float32(1 / _unit(storage))) * _spread(scales, storage, blocks)
-    return blocks.join(u * u if storage.domain == "sqrt" else u).reshape(shape)
+    return blocks.join(_square(u) if storage.domain == "sqrt" else u).reshape(shape)
 
 
 def unpacked(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
@@ -107,10 +108,18 @@ def unpacked(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.
     return blocks.join(unpack(codes, blocks)) if storage.packed else codes
 
 
-def encode_with_bits(
+def packed(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `unpacked`."""
+    if not storage.packed:
+        return codes
+    blocks = _blocks(storage, shape)
+    return pack(blocks.split(codes), blocks)
+
+
+def encode_unpacked(
     x: jax.Array, storage: Storage, bits: jax.Array | None
 ) -> tuple[jax.Array, Scales]:
-    """`encode` of a float32 array, with the random bits (uint32 below 2^16) given."""
+    """`encode` of a float32 array by given bits (uint32 below 2^16), an array element a code."""
     if storage.exact:
         return x, None
     blocks = _blocks(storage, x.shape)
@@ -133,7 +142,7 @@ def encode_with_bits(
     if storage.scaling.scale == "power_of_two":
         index, scales = _settle_power_of_two(index, scales, storage, blocks)
     codes = jnp.where(live, format.code(index, y), 0).astype(format.dtype)
-    return pack(codes, blocks) if storage.packed else blocks.join(codes), scales
+    return blocks.join(codes), scales
 
 
 def _round(y: jax.Array, storage: Storage, bits: jax.Array | None, live: jax.Array) -> jax.Array:
@@ -186,7 +195,8 @@ def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Any:
         magnitude = jnp.where(u > -jnp.inf, jnp.maximum(u, 0), jnp.nan)
     measured: Any = scaling.measure(magnitude, blocks)
     if isinstance(scaling, NoScale):
-        measured = jnp.where(jnp.isfinite(measured), jnp.minimum(measured, 0) + 1, jnp.nan)
+        one = jnp.where(measured > 0, jnp.float32(1), jnp.float32(0))
+        measured = jnp.where(jnp.isfinite(measured), one, jnp.float32(jnp.nan))
     return jax.tree.map(
         lambda m: store_scale(
             m,
@@ -223,3 +233,8 @@ def _settle_power_of_two(
 def _square_root(x: jax.Array) -> jax.Array:
     # Finite negative numbers count as zero; NaN and infinities stay bad.
     return jnp.where((x < 0) & (x > -jnp.inf), 0, lax.sqrt(x))
+
+
+def _square(u: jax.Array) -> jax.Array:
+    # A root near 2^64 may have been rounded up to it; only infinity's square is infinite.
+    return jnp.where(jnp.isinf(u), jnp.inf, jnp.minimum(u * u, _LARGEST))

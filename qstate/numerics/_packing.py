@@ -46,7 +46,9 @@ def _pack_rows(rows: jax.Array, axis: int) -> jax.Array:
     high = lax.slice_in_dim(rows, half, length, axis=axis + 1)
     if length % 2:
         high = jnp.pad(high, [(0, 1 if i == axis + 1 else 0) for i in range(rows.ndim)])
-    return (low | (high << 4)).reshape(*rows.shape[:axis], -1, *rows.shape[axis + 2 :])
+    packed = low | (high << 4)
+    before, after = rows.shape[:axis], rows.shape[axis + 2 :]
+    return packed.reshape(*before, rows.shape[axis] * half, *after)
 
 
 def _unpack_rows(packed: jax.Array, axis: int, count: int, length: int) -> jax.Array:

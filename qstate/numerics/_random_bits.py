@@ -35,7 +35,7 @@ def key_words(key) -> jax.Array:
         if key.ndim == 0 and jnp.issubdtype(key.dtype, jnp.integer):
             return jnp.stack([jnp.uint32(0), key.astype(jnp.uint32)])
         if key.ndim == 1 and key.shape[0] >= 2 and key.dtype == jnp.uint32:
-            return key[-2:]
+            return jnp.array(key[-2:], copy=True)  # or donating the state would delete it
     raise TypeError(f"a key is an integer, jax.random.key(...) or raw uint32[2] data; got {key!r}")
 
 

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from qstate.state import dequantize_average, is_average
 
@@ -66,7 +67,7 @@ def describe(opt_state: Any) -> Table:
         if is_average(node):
             rows += _average_rows(name, node)
         else:
-            rows.append(Row(name, node.shape, str(node.dtype), node.nbytes))
+            rows.append(Row(name, jnp.shape(node), str(jnp.result_type(node)), nbytes(node)))
     return rows
 
 
@@ -80,9 +81,8 @@ def nbytes(opt_state: Any) -> int:
       1.0625...
     """
     return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
+        math.prod(jnp.shape(leaf)) * jnp.result_type(leaf).itemsize
         for leaf in jax.tree.leaves(opt_state)
-        if hasattr(leaf, "dtype")
     )
 
 
@@ -115,7 +115,8 @@ def _average_rows(name: str, average) -> list[Row]:
     for (path, code), scale, shape in zip(codes, scales, average.shapes, strict=True):
         if code is not None:
             leaf = jax.tree_util.keystr(path, simple=True, separator="/")
-            held = "f32" if shape is None else str(average.storage)
+            exact = "f32" if code.dtype == jnp.float32 else str(code.dtype)
+            held = exact if shape is None else str(average.storage)
             full = "/".join(part for part in (name, leaf) if part)
             rows.append(Row(full, shape or code.shape, held, nbytes((code, scale))))
     clock = nbytes((average.age, average.mass, average.monitor))

@@ -4,6 +4,7 @@ from qstate.state._average import (
     Average,
     Exempt,
     dequantize_average,
+    has_average,
     is_average,
     small_leaf,
     zeros,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qstate.numerics import Scales, Storage, decode, encode_with_bits
+from qstate.numerics import Scales, Storage, decode, encode, encode_unpacked, packed
 from qstate.state._reset import Adaptive, Every, Monitor
 from qstate.state._serialization import register_with_flax
 
@@ -90,20 +90,31 @@ def zeros(
     *,
     exempt: Exempt | None = None,
     policy: Every | Adaptive | None = None,
+    others: bool = False,
 ) -> Average:
-    """An average that has seen nothing, for a tree of parameters."""
+    """An average that has seen nothing, for a tree of parameters.
+
+    Args:
+      params: the parameters.
+      storage: how its codes are held.
+      exempt: which leaves are kept exact.
+      policy: when it is reset.
+      others: whether leaves that are no floats are held as well, as they are.
+    """
     register_with_flax(Average)
     _, treedef = leaves_of(params)
     shapes, codes, scales = [], [], []
     for path, leaf in jax.tree.flatten_with_path(params, is_leaf=lambda x: x is None)[0]:
         shape = _quantized_shape(path, leaf, storage, exempt or small_leaf)
         shapes.append(shape)
-        if not has_average(leaf):
-            blank = None, None
-        elif shape is None:
-            blank = jnp.zeros(leaf.shape, jnp.float32), None
-        else:
+        if shape is not None:
             blank = _blank(shape, storage)
+        elif has_average(leaf) or (others and leaf is not None):
+            dtype = jnp.float32 if has_average(leaf) else leaf.dtype
+            blank = jnp.zeros(leaf.shape, dtype), None
+        else:
+            _refuse_complex(path, leaf)
+            blank = None, None
         codes.append(blank[0])
         scales.append(blank[1])
     return Average(
@@ -131,10 +142,16 @@ def read(average: Average, i: int, codes: jax.Array, scales: Scales) -> jax.Arra
 def write(
     average: Average, i: int, x: jax.Array, bits: jax.Array | None
 ) -> tuple[jax.Array, Scales]:
-    """Codes and scales of a new value (float32) of leaf ``i``."""
+    """Codes (an array element each) and scales of a new value (float32) of leaf ``i``."""
     if average.shapes[i] is None:
         return x, None
-    return encode_with_bits(x, average.storage, bits)
+    return encode_unpacked(x, average.storage, bits)
+
+
+def pack(average: Average, i: int, codes: jax.Array) -> jax.Array:
+    """Codes of leaf ``i`` as they are stored."""
+    shape = average.shapes[i]
+    return codes if shape is None else packed(codes, average.storage, shape)
 
 
 def dequantize_average(average: Average) -> Any:
@@ -148,14 +165,17 @@ def dequantize_average(average: Average) -> Any:
 
 
 def _quantized_shape(path, leaf: Any, storage: Storage, exempt: Exempt) -> tuple[int, ...] | None:
+    if leaf is None or not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
+        return None
+    return None if exempt(_name(path), leaf) else tuple(leaf.shape)
+
+
+def _refuse_complex(path, leaf: Any) -> None:
     if leaf is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise TypeError(
             f"{_name(path)} is complex; averages are of real numbers: keep its real and imaginary "
             "parts as two leaves, or mask it with optax.masked"
         )
-    if leaf is None or not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
-        return None
-    return None if exempt(_name(path), leaf) else tuple(leaf.shape)
 
 
 def _name(path) -> str:
@@ -164,10 +184,7 @@ def _name(path) -> str:
 
 def _blank(shape: tuple[int, ...], storage: Storage) -> tuple[jax.Array, Scales]:
     """What zeros are encoded as, without encoding them: all codes and scales are 0."""
-    bits = jax.ShapeDtypeStruct(shape, jnp.uint32) if storage.stochastic else None
     blank = jax.eval_shape(
-        lambda x, b: encode_with_bits(x, storage, b),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        bits,
+        lambda x: encode(x, storage, key=0), jax.ShapeDtypeStruct(shape, jnp.float32)
     )
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), blank)

@@ -130,12 +130,13 @@ class Monitor(NamedTuple):
     def start(cls) -> "Monitor":
         return cls(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))
 
-    def observe(self, share: jax.Array, age: jax.Array, tolerance: float) -> "Monitor":
-        """After the step to ``age``, which left ``share`` of the codes alone."""
-        floor = jnp.where(age == 1, share, self.floor)
+    def observe(self, share: jax.Array, tick: "Tick", tolerance: float) -> "Monitor":
+        """After a step that left ``share`` of the codes alone; a reset starts over."""
+        floor = jnp.where(tick.age == 1, share, self.floor)
         stalling = (share - floor) / jnp.maximum(1 - floor, jnp.finfo(jnp.float32).tiny)
         excess = jnp.maximum(0, (stalling - tolerance) / (1 - tolerance))
-        return Monitor(floor, jnp.where(age == 1, 0, self.excess) + excess)
+        excess = jnp.where(tick.kept_age() <= 1, 0, self.excess + excess)
+        return Monitor(floor, excess)
 
     def due(self, age: jax.Array, decay) -> jax.Array:
         remaining = jnp.float32(decay) ** age
@@ -163,7 +164,8 @@ class Tick(NamedTuple):
     def kept_mass(self) -> jax.Array:
         if self.due is None:
             return self.start_mass
-        return jnp.where(self.due, self.mass * SOFT if self.kind == "soft" else 0, self.start_mass)
+        mass = self.mass * SOFT if self.kind == "soft" else jnp.zeros_like(self.mass)
+        return jnp.where(self.due, mass, self.start_mass).astype(jnp.float32)
 
 
 class Clock(Protocol):

@@ -1,22 +1,27 @@
 """One step of several averages at once: read, advance, keep.
 
-An optimizer is written once, as a rule on float32 trees, and never sees a code. Under jit the trees
-are names only: XLA reads, advances and keeps one leaf after the other.
+An optimizer is written once, as a rule on float32 trees, and never sees a code. Leaves that are
+stored in few bits take their step one after the other, so that at any moment one of them is in
+float32, not all.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+from jax import lax
 
-from qstate.numerics import random_bits, split_key
-from qstate.state._average import Average, dequantize_average, has_average, leaves_of, write
+from qstate.numerics import Scales, random_bits, split_key
+from qstate.state._average import Average, has_average, leaves_of, pack, read, write
 from qstate.state._reset import Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
 Rule = Callable[..., tuple[Any, Sequence[Any]]]
+Stored = tuple[jax.Array, Scales]
 
 
 def step_averages(
@@ -30,8 +35,7 @@ def step_averages(
     """Advances averages by one step.
 
     Args:
-      rule: ``(gradients, *old averages) -> (directions, new averages)``, on trees of float32 arrays
-        with None for leaves that have no average.
+      rule: ``(gradients, *old averages) -> (directions, new averages)``, on float32 trees.
       updates: the gradients.
       averages: the averages, with the tree structure of ``updates``.
       ticks: their clocks in this step.
@@ -42,50 +46,118 @@ def step_averages(
       The directions, in the dtypes of ``updates``, zero for integers; the averages; the next key.
     """
     gradients, treedef = leaves_of(updates)
-    floats = treedef.unflatten(g.astype(jnp.float32) if has_average(g) else None for g in gradients)
-    directions, fresh = rule(floats, *(dequantize_average(a) for a in averages))
-    directions = treedef.unflatten(
-        d.astype(g.dtype) if has_average(g) else _untouched(g)
-        for g, d in zip(gradients, treedef.flatten_up_to(directions), strict=True)
-    )
-    averages, key = keep_averages(fresh, averages, ticks, policies, key)
-    return directions, averages, key
+    stored = [list(pairs) for pairs in zip(*(_pairs(a, treedef) for a in averages), strict=True)]
+    draws, key = _draws(averages, key)
+    directions: list[Any] = [_untouched(g) for g in gradients]
+    averaged = [
+        i for i, g in enumerate(gradients) if has_average(g) and stored[i][0][0] is not None
+    ]
+    exact = [i for i in averaged if all(a.shapes[i] is None for a in averages)]
+
+    # Exact leaves step together, as in optax: XLA rounds a division by one scalar differently
+    # where there are several of them.
+    old = [[stored[i][j][0] for i in exact] for j in range(len(averages))]
+    moved, fresh = rule([gradients[i].astype(jnp.float32) for i in exact], *old)
+    for place, i in enumerate(exact):
+        directions[i] = moved[place].astype(gradients[i].dtype)
+        stored[i] = [(t.kept(x[place]), None) for t, x in zip(ticks, fresh, strict=True)]
+
+    gate = _Gate(averages[0].age)
+    for i in sorted(set(averaged) - set(exact)):
+
+        def pack_leaf(leaf, i=i):
+            return [(pack(a, i, c), s) for a, (c, s) in zip(averages, leaf, strict=True)]
+
+        def advance(gradient, leaf, i=i):
+            old = [read(a, i, *pair) for a, pair in zip(averages, leaf, strict=True)]
+            direction, fresh = rule(gradient.astype(jnp.float32), *old)
+            new = [
+                write(a, i, t.kept(x), draw(i, x.shape))
+                for a, t, x, draw in zip(averages, ticks, fresh, draws, strict=True)
+            ]
+            return direction.astype(gradient.dtype), new
+
+        directions[i], stored[i] = gate(advance, gradients[i], stored[i])
+        if any(a.storage.packed for a in averages):
+            # Behind a gate of its own: fused with the rounding it would be ten times as slow on a
+            # CPU, since no loop over halves of blocks is vectorized.
+            stored[i] = gate(pack_leaf, stored[i])
+
+    new = [
+        _advanced(average, tick, policy, treedef, [leaf[j] for leaf in stored])
+        for j, (average, tick, policy) in enumerate(zip(averages, ticks, policies, strict=True))
+    ]
+    return treedef.unflatten(directions), new, key
 
 
 def keep_averages(
-    fresh: Sequence[Any],
-    averages: Sequence[Average],
-    ticks: Sequence[Tick],
-    policies: Sequence[Every | Adaptive | None],
-    key: jax.Array,
+    fresh: Sequence[Any], averages: Sequence[Average], ticks: Sequence[Tick], key: jax.Array
 ) -> tuple[list[Average], jax.Array]:
-    """The averages with new values (trees of float32 arrays), and the next key."""
-    bits = None
-    if any(a.storage.stochastic for a in averages):
-        key, words = split_key(key, max(len(a.shapes) for a in averages))
-        bits = _Bits(words)
-    kept = [
-        _keep(new, average, tick, policy, bits and bits.of(j))
-        for j, (new, average, tick, policy) in enumerate(
-            zip(fresh, averages, ticks, policies, strict=True)
-        )
-    ]
+    """The averages with new values (trees of float32 arrays), all at once, and the next key."""
+    draws, key = _draws(averages, key)
+    kept = []
+    for new, average, tick, draw in zip(fresh, averages, ticks, draws, strict=True):
+        _, treedef = leaves_of(average.codes)
+        pairs = _pairs(average, treedef)
+        for i, x in enumerate(treedef.flatten_up_to(new)):
+            if x is not None:
+                codes, scales = write(average, i, tick.kept(x), draw(i, x.shape))
+                pairs[i] = pack(average, i, codes), scales
+        kept.append(_advanced(average, tick, None, treedef, pairs))
     return kept, key
 
 
-def _keep(
-    fresh: Any,
-    average: Average,
-    tick: Tick,
-    policy: Every | Adaptive | None,
-    bits: Callable[[int, tuple[int, ...]], jax.Array] | None,
+class _Gate:
+    """Lets one leaf after the other pass, so that they share their temporaries.
+
+    A leaf steps in a branch that is taken when the leaf before is done. Nothing less keeps XLA's
+    schedulers from starting all leaves at once. Outside of a trace operations run in order anyway.
+    """
+
+    def __init__(self, age: jax.Array):
+        # 1, which the compiler cannot know.
+        self._passed = jnp.minimum(age, 0) + 1 if isinstance(age, jax.core.Tracer) else None
+
+    def __call__(self, step: Callable[..., Any], *operands: Any) -> Any:
+        if self._passed is None:
+            return step(*operands)
+        result = jax.eval_shape(step, *operands)
+        self._passed, result = lax.cond(
+            self._passed > 0,
+            lambda passed: (passed + 1, step(*operands)),
+            lambda passed: (passed, jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), result)),
+            self._passed,
+        )
+        return result
+
+
+Draw = Callable[[int, tuple[int, ...]], jax.Array | None]
+
+
+def _draws(averages: Sequence[Average], key: jax.Array) -> tuple[list[Draw], jax.Array]:
+    """For every average 16 random bits an element of any leaf; one hash serves two averages."""
+    if not any(a.storage.stochastic for a in averages):
+        return [lambda leaf, shape: None] * len(averages), key
+    key, words = split_key(key, max(len(a.shapes) for a in averages))
+
+    def draw(j: int, leaf: int, shape: tuple[int, ...]) -> jax.Array | None:
+        if not averages[j].storage.stochastic or averages[j].shapes[leaf] is None:
+            return None
+        hashed = random_bits(words[leaf] + jnp.uint32(j // 2), shape)
+        return hashed & 0xFFFF if j % 2 else hashed >> 16
+
+    return [functools.partial(draw, j) for j in range(len(averages))], key
+
+
+def _pairs(average: Average, treedef: Any) -> list[Stored]:
+    codes, scales = treedef.flatten_up_to(average.codes), treedef.flatten_up_to(average.scales)
+    return list(zip(codes, scales, strict=True))
+
+
+def _advanced(
+    average: Average, tick: Tick, policy: Every | Adaptive | None, treedef: Any, pairs: list[Stored]
 ) -> Average:
-    stored, treedef = leaves_of(average.codes)
-    pairs = list(zip(stored, treedef.flatten_up_to(average.scales), strict=True))
-    for i, x in enumerate(treedef.flatten_up_to(fresh)):
-        if x is not None:
-            draw = bits(i, x.shape) if bits and average.storage.stochastic else None
-            pairs[i] = write(average, i, tick.kept(x), draw)
+    """The average with what is kept of every leaf, its clock, and what its policy saw."""
     new = dataclasses.replace(
         average,
         codes=treedef.unflatten(codes for codes, _ in pairs),
@@ -96,34 +168,13 @@ def _keep(
     if average.monitor is None or not isinstance(policy, Adaptive):
         return new
     share = unchanged_share([(average, new)])
-    return dataclasses.replace(
-        new, monitor=average.monitor.observe(share, tick.age, policy.tolerance)
-    )
-
-
-class _Bits:
-    """16 random bits an element for every leaf of every average; one hash serves two averages."""
-
-    def __init__(self, words: jax.Array):
-        self._words = words
-        self._hashed = {}
-
-    def of(self, average: int) -> Callable[[int, tuple[int, ...]], jax.Array]:
-        pair, low = divmod(average, 2)
-
-        def draw(leaf: int, shape: tuple[int, ...]) -> jax.Array:
-            if (pair, leaf) not in self._hashed:
-                words = self._words[leaf] + jnp.uint32(pair)
-                self._hashed[pair, leaf] = random_bits(words, shape)
-            hashed = self._hashed[pair, leaf]
-            return hashed & 0xFFFF if low else hashed >> 16
-
-        return draw
+    monitor = average.monitor.observe(share, tick, policy.tolerance)
+    return dataclasses.replace(new, monitor=monitor)
 
 
 def _untouched(gradient: Any) -> Any:
     """The update of a leaf without an average: zero, so that integers stay as they are."""
-    if gradient is None:
-        return None
+    if gradient is None or has_average(gradient):
+        return gradient
     dtype = jnp.int32 if gradient.dtype == jax.dtypes.float0 else gradient.dtype
     return jnp.zeros(gradient.shape, dtype)

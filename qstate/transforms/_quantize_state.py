@@ -15,6 +15,7 @@ from qstate.state import (
     Exempt,
     Tick,
     dequantize_average,
+    has_average,
     is_average,
     keep_averages,
     still,
@@ -23,10 +24,10 @@ from qstate.state import (
 )
 from qstate.transforms._advice import check_first_moment
 
-SECOND_MOMENTS = frozenset({"nu", "nu_max", "n", "e_g", "e_x", "sum_of_squares"})
+SECOND_MOMENTS = frozenset({"nu", "nu_max", "n", "e_g", "e_x", "exp_avg_sq", "sum_of_squares"})
 """Fields of optax's states that hold averages of squares: they are stored without zero."""
 
-ITERATES = frozenset({"z"})
+ITERATES = frozenset({"z", "x0", "params0", "init_params", "init_particles"})
 """Fields shaped like the parameters that are parameters: rounding them would round the weights."""
 
 COUNTS = frozenset({"count", "count_m2", "t"})
@@ -75,7 +76,8 @@ def quantize_state(
         of both signs, or (in ``init``) a mapping with a name that no field has.
 
     State:
-      ``QuantizeState``: the inner state with averages in few bits, and a key.
+      ``QuantizeState``: the inner state with averages in few bits, and a key. During a step all inner
+      averages may be in float32 at once; `scale_by_adam` has one leaf at a time.
 
     Numerics:
       With ``qstate.F32`` it equals the inner transformation bit for bit. The averages that the
@@ -105,7 +107,7 @@ def quantize_state(
             if held is None:
                 return field
             found.append(name)
-            return _Fresh(field, zeros(field, held, exempt=exempt))
+            return _Fresh(field, zeros(field, held, exempt=exempt, others=True))
 
         state = _map_averages(store, inner.init(params), params)
         _check_names(storage, found)
@@ -129,7 +131,7 @@ class _Fresh:
     """New values, and the average that is to hold them."""
 
     def __init__(self, values: Any, average: Average):
-        self.values = jax.tree.map(lambda x: x.astype(jnp.float32), values)
+        self.values = jax.tree.map(lambda x: x.astype(jnp.float32) if has_average(x) else x, values)
         self.average = average
 
 
@@ -143,7 +145,6 @@ def _keep(state: Any, key: jax.Array, clock: Callable[[Average], Tick]) -> Quant
         [f.values for f in fresh],
         [f.average for f in fresh],
         ticks,
-        [None] * len(fresh),
         key,
     )
     averages = iter(kept)
@@ -193,8 +194,8 @@ def _like(field: Any, params: Any) -> bool:
     arrays = [
         (part, leaf) for part, leaf in zip(parts, leaves, strict=True) if jax.tree.leaves(part)
     ]
-    return bool(arrays) and all(
-        getattr(part, "shape", None) == leaf.shape and jnp.issubdtype(part.dtype, jnp.floating)
+    return any(has_average(leaf) for _, leaf in arrays) and all(
+        getattr(part, "shape", None) == leaf.shape and has_average(part) == has_average(leaf)
         for part, leaf in arrays
     )
 
