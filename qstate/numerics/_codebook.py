@@ -92,8 +92,8 @@ class Codebook(Format):
         del y  # the sign is part of the place in the list
         return index.astype(self.dtype)
 
-    def value(self, code: jax.Array) -> jax.Array:
-        return self.value_at(code.astype(jnp.int32))
+    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
+        return _look_up(np.array(self.values, np.float32) * np.float32(factor), code)
 
 
 def dynamic_map(decades: int, bits: int, signed: bool) -> tuple[float, ...]:

@@ -95,10 +95,11 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     if storage.exact:
         return codes
     blocks = _blocks(storage, shape)
-    u = storage.format.value(unpack(codes, blocks) if storage.packed else blocks.split(codes))
+    codes = unpack(codes, blocks) if storage.packed else blocks.split(codes)
+    u = storage.format.value(codes, 1 / _unit(storage))
     if storage.has_scales:
         # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
-        u = (u * jnp.float32(1 / _unit(storage))) * _spread(scales, storage, blocks)
+        u = u * _spread(scales, storage, blocks)
     return blocks.join(_square(u) if storage.domain == "sqrt" else u).reshape(shape)
 
 
@@ -136,8 +137,8 @@ def encode_unpacked(
     scales = _measure(u, storage, blocks)
     scale = _spread(scales, storage, blocks)
     live = scale > 0  # neither zero nor NaN
-    reciprocal = jnp.where(live, jnp.minimum(4 / scale, _LARGEST), 0)
-    y = (u * reciprocal) * jnp.float32(_unit(storage) / 4)
+    # The select also keeps XLA from multiplying the constant into the reciprocal, to overflow.
+    y = jnp.where(live, u * jnp.minimum(4 / scale, _LARGEST), 0) * jnp.float32(_unit(storage) / 4)
     index = _round(y, storage, bits, live)
     if storage.scaling.scale == "power_of_two":
         index, scales = _settle_power_of_two(index, scales, storage, blocks)
@@ -178,7 +179,7 @@ def _blocks(storage: Storage, shape: tuple[int, ...]) -> Blocks:
 def _unit(storage: Storage) -> float:
     """What number of the grid a scale of 1.0 stands for."""
     top = storage.format.top
-    if isinstance(storage.scaling, NoScale):
+    if not storage.has_scales or isinstance(storage.scaling, NoScale):
         return 1.0
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 
@@ -190,9 +191,11 @@ def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Any:
     elif format.signed:
         # A map that reaches further up than down: scale so that neither end saturates.
         stretched = jnp.minimum(u * jnp.float32(format.top / format.bottom), _LARGEST)
-        magnitude = jnp.where((u < 0) & (u > -jnp.inf), stretched, jnp.abs(u))
+        magnitude = jnp.where(u < 0, stretched, u)
     else:
-        magnitude = jnp.where(u > -jnp.inf, jnp.maximum(u, 0), jnp.nan)
+        magnitude = jnp.maximum(u, 0)
+    # Not NaN: XLA's maximum on CPUs drops it. Infinity marks the block as bad just as well.
+    magnitude = jnp.where(jnp.isfinite(u), magnitude, jnp.inf)
     measured: Any = scaling.measure(magnitude, blocks)
     if isinstance(scaling, NoScale):
         one = jnp.where(measured > 0, jnp.float32(1), jnp.float32(0))

@@ -87,8 +87,11 @@ class Format(abc.ABC):
         """The code (``dtype``) of a rounded index; ``y`` gives the sign."""
 
     @abc.abstractmethod
-    def value(self, code: jax.Array) -> jax.Array:
-        """The number (float32) that a code stands for; exact."""
+    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
+        """The number (float32) that a code stands for, times a constant, rounded once.
+
+        The constant belongs here: XLA would multiply one that follows into the scale after it.
+        """
 
     def __str__(self) -> str:
         return self.name if self.zero else f"{self.name} without zero"

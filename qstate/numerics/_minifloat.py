@@ -162,16 +162,17 @@ class Minifloat(Format):
     def nonzero(self, index: jax.Array) -> jax.Array:
         return jnp.maximum(index, 1)
 
-    def value_at(self, index: jax.Array) -> jax.Array:
+    def value_at(self, index: jax.Array, factor: float = 1.0) -> jax.Array:
         dropped = _F32_MANTISSA - self.mantissa_bits
         if self.exponent_bits == _F32_EXPONENT_BITS:
             return lax.bitcast_convert_type(index << dropped, jnp.float32)
         field = index >> self.mantissa_bits
         mantissa = index & ((1 << self.mantissa_bits) - 1)
-        normal = ((field + (_F32_BIAS - self._bias)) << _F32_MANTISSA) | (mantissa << dropped)
+        bits = ((field + (_F32_BIAS - self._bias)) << _F32_MANTISSA) | (mantissa << dropped)
+        normal = lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32(factor)
         unit = 2.0 ** (self._lowest_exponent - self.mantissa_bits)
-        subnormal = mantissa.astype(jnp.float32) * jnp.float32(unit)
-        number = jnp.where(field == 0, subnormal, lax.bitcast_convert_type(normal, jnp.float32))
+        subnormal = mantissa.astype(jnp.float32) * jnp.float32(unit * factor)
+        number = jnp.where(field == 0, subnormal, normal)
         if self.specials == "ieee":
             infinite = jnp.where(index == self.top_index + 1, jnp.inf, jnp.nan)
             number = jnp.where(index > self.top_index, infinite.astype(jnp.float32), number)
@@ -196,15 +197,16 @@ class Minifloat(Format):
         width = {16: jnp.uint16, 32: jnp.uint32}[self.bits]
         return lax.bitcast_convert_type(index.astype(width), self.dtype)
 
-    def value(self, code: jax.Array) -> jax.Array:
+    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
         if self.native is not None:
             width = {16: jnp.uint16, 32: jnp.uint32}[self.bits]
             code = lax.bitcast_convert_type(code, width)
         index = code.astype(jnp.uint32)
         if not self.signed:
-            return self.value_at(index.astype(jnp.int32))
+            return self.value_at(index.astype(jnp.int32), factor)
         negative = index >> (self.bits - 1)
-        magnitude = self.value_at((index & ((1 << (self.bits - 1)) - 1)).astype(jnp.int32))
+        index = (index & ((1 << (self.bits - 1)) - 1)).astype(jnp.int32)
+        magnitude = self.value_at(index, factor)
         signed = lax.bitcast_convert_type(magnitude, jnp.uint32) | (negative << 31)
         return lax.bitcast_convert_type(signed, jnp.float32)
 

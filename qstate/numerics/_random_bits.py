@@ -28,9 +28,10 @@ def key_words(key) -> jax.Array:
     """
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
-    if isinstance(key, int):
+    if isinstance(key, int | np.integer):
+        key = int(key)
         return jnp.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], jnp.uint32)
-    if isinstance(key, (jax.Array, np.ndarray, np.integer)):
+    if isinstance(key, jax.Array | np.ndarray):
         key = jnp.asarray(key)
         if key.ndim == 0 and jnp.issubdtype(key.dtype, jnp.integer):
             return jnp.stack([jnp.uint32(0), key.astype(jnp.uint32)])
@@ -58,8 +59,12 @@ def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """
     columns = shape[-1] if shape else 1
     rows = math.prod(shape[:-1])
-    row = _mix(jnp.arange(rows, dtype=jnp.uint32) ^ words[0]).reshape(*shape[:-1], 1)
-    column = _mix(jnp.arange(columns, dtype=jnp.uint32) ^ words[1])
+    # Small seeds too have to give rows and columns unlike words, so the key is mixed first.
+    first = _mix(words[0] + jnp.uint32(0x9E3779B9))
+    second = _mix(first ^ (words[1] + jnp.uint32(0x85EBCA6B)))
+    first = _mix(first + second)
+    row = _mix(jnp.arange(rows, dtype=jnp.uint32) ^ first).reshape(*shape[:-1], 1)
+    column = _mix(jnp.arange(columns, dtype=jnp.uint32) ^ second)
     # The words of all rows and columns are random already; what is left to break is the sum.
     bits = row + column
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D)

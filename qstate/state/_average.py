@@ -27,8 +27,9 @@ Exempt = Callable[[str, Any], bool]
 class Average:
     """A moving average of arrays shaped like the parameters.
 
-    In paths the codes are named after their layout, as in ``mu.codes_e4m3_block128_float32``:
-    a checkpoint of another layout does not fit, whatever its shapes.
+    In paths the codes are named after their layout and the number of leaves that have it, as in
+    ``mu.codes_e4m3_block128_float32_in_12``: a checkpoint of another layout does not fit, whatever
+    its shapes.
 
     Attributes:
       codes: a tree like the parameters': codes, or float32 values of leaves that are kept exact;
@@ -49,10 +50,16 @@ class Average:
     storage: Storage
     shapes: tuple[tuple[int, ...] | None, ...]
 
+    @property
+    def layout(self) -> str:
+        """A name for what has to agree for codes to be read."""
+        quantized = sum(shape is not None for shape in self.shapes)
+        return f"{self.storage.layout}_in_{quantized}"
+
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
         children = (
-            (key(f"codes_{self.storage.layout}"), self.codes),
+            (key(f"codes_{self.layout}"), self.codes),
             (key("scales"), self.scales),
             (key("age"), self.age),
             (key("mass"), self.mass),

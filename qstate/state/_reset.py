@@ -140,7 +140,7 @@ class Monitor(NamedTuple):
 
     def due(self, age: jax.Array, decay) -> jax.Array:
         remaining = jnp.float32(decay) ** age
-        return self.excess > age * (2 * remaining / (1 + remaining))
+        return (age > 0) & (self.excess > age * (2 * remaining / (1 + remaining)))
 
 
 class Tick(NamedTuple):

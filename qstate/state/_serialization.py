@@ -18,13 +18,13 @@ def register_with_flax(average: type) -> None:
 
     def to_state_dict(node: Any) -> dict[str, Any]:
         state = {name: serialization.to_state_dict(getattr(node, name)) for name in _FIELDS}
-        return {**state, "layout": node.storage.layout}
+        return {**state, "layout": node.layout}
 
     def from_state_dict(node: Any, state: dict[str, Any]) -> Any:
         saved = state.get("layout")
-        if saved != node.storage.layout:
+        if saved != node.layout:
             raise ValueError(
-                f"the state was saved as {saved} and cannot be read as {node.storage.layout}: "
+                f"the state was saved as {saved} and cannot be read as {node.layout}: "
                 "restore it with the storage that it was saved with"
             )
         fields = [serialization.from_state_dict(getattr(node, n), state[n], n) for n in _FIELDS]

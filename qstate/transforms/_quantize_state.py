@@ -76,7 +76,7 @@ def quantize_state(
         of both signs, or (in ``init``) a mapping with a name that no field has.
 
     State:
-      ``QuantizeState``: the inner state with averages in few bits, and a key. During a step all inner
+      ``QuantizeState``: the inner state with averages in few bits, and a key. In a step all inner
       averages may be in float32 at once; `scale_by_adam` has one leaf at a time.
 
     Numerics:
@@ -116,7 +116,14 @@ def quantize_state(
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         stored, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_average)
         read = treedef.unflatten(dequantize_average(s) if is_average(s) else s for s in stored)
-        updates, new = inner.update(updates, read, params, **extra_args)
+        gradients = updates
+        updates, new = inner.update(gradients, read, params, **extra_args)
+        # Float32 averages must not widen the updates of 16-bit parameters.
+        updates = jax.tree.map(
+            lambda u, g: u.astype(g.dtype) if has_average(u) and has_average(g) else u,
+            updates,
+            gradients,
+        )
         new = treedef.unflatten(
             _Fresh(value, s) if is_average(s) else value
             for value, s in zip(treedef.flatten_up_to(new), stored, strict=True)
