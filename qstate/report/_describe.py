@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qstate.state import dequantize_average, is_average
+from qstate.state import dequantize_average, is_average, stored_leaves
 
 
 class Row(NamedTuple):
@@ -109,10 +109,10 @@ def dequantize(opt_state: Any) -> Any:
 
 
 def _average_rows(name: str, average) -> list[Row]:
-    codes, treedef = jax.tree.flatten_with_path(average.codes, is_leaf=lambda x: x is None)
-    scales = treedef.flatten_up_to(average.scales)
+    paths = jax.tree.flatten_with_path(average.codes, is_leaf=lambda x: x is None)[0]
+    leaves, _ = stored_leaves(average)
     rows = []
-    for (path, code), scale, shape in zip(codes, scales, average.shapes, strict=True):
+    for (path, _), (code, scale), shape in zip(paths, leaves, average.shapes, strict=True):
         if code is not None:
             leaf = jax.tree_util.keystr(path, simple=True, separator="/")
             exact = "f32" if code.dtype == jnp.float32 else str(code.dtype)

@@ -7,6 +7,7 @@ from qstate.state._average import (
     has_average,
     is_average,
     small_leaf,
+    stored_leaves,
     zeros,
 )
 from qstate.state._reset import (

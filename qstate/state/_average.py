@@ -7,19 +7,20 @@ as static metadata of the whole average, not of its leaves.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qstate.numerics import Scales, Storage, decode, encode, encode_unpacked, packed
+from qstate.numerics import Rank1, Scales, Storage, decode, encode, encode_unpacked, packed
 from qstate.state._reset import Adaptive, Every, Monitor
 from qstate.state._serialization import register_with_flax
 
 SMALLEST_QUANTIZED = 4096
 
 Exempt = Callable[[str, Any], bool]
+Stored = tuple[Any, Scales]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -34,7 +35,8 @@ class Average:
     Attributes:
       codes: a tree like the parameters': codes, or float32 values of leaves that are kept exact;
         None for leaves that have no average (integers).
-      scales: the same tree: scales, or None where a leaf has none.
+      scales: the same tree: scales, or None where a leaf has none; for `Rank1` a tuple of trees,
+        one an axis.
       age: int32[], applied steps since the average last started over.
       mass: float32[], the bias-correction mass at age 0; 0 but after a soft reset.
       monitor: what an adaptive reset policy has seen, else None.
@@ -110,7 +112,7 @@ def zeros(
     """
     register_with_flax(Average)
     _, treedef = leaves_of(params)
-    shapes, codes, scales = [], [], []
+    shapes, leaves = [], []
     for path, leaf in jax.tree.flatten_with_path(params, is_leaf=lambda x: x is None)[0]:
         shape = _quantized_shape(path, leaf, storage, exempt or small_leaf)
         shapes.append(shape)
@@ -122,11 +124,10 @@ def zeros(
         else:
             _refuse_complex(path, leaf)
             blank = None, None
-        codes.append(blank[0])
-        scales.append(blank[1])
+        leaves.append(blank)
     return Average(
-        codes=treedef.unflatten(codes),
-        scales=treedef.unflatten(scales),
+        codes=treedef.unflatten(codes for codes, _ in leaves),
+        scales=_scale_trees(leaves, treedef, storage),
         age=jnp.zeros([], jnp.int32),
         mass=jnp.zeros([], jnp.float32),
         monitor=Monitor.start() if isinstance(policy, Adaptive) else None,
@@ -138,6 +139,39 @@ def zeros(
 def has_average(leaf: Any | None) -> bool:
     """Whether a parameter or gradient is one that is averaged: of a floating dtype."""
     return leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def stored_leaves(average: Average) -> tuple[list[Stored], Any]:
+    """Codes and scales of every leaf, None among them, and the tree's structure."""
+    codes, treedef = leaves_of(average.codes)
+    if not isinstance(average.storage.scaling, Rank1):
+        return list(zip(codes, treedef.flatten_up_to(average.scales), strict=True)), treedef
+    axes = [treedef.flatten_up_to(tree) for tree in average.scales]
+    scales = [tuple(axis[i] for axis in axes if axis[i] is not None) for i in range(len(codes))]
+    return [(c, s or None) for c, s in zip(codes, scales, strict=True)], treedef
+
+
+def with_leaves(average: Average, leaves: Sequence[Stored], **clock: Any) -> Average:
+    """The average with other codes and scales, and other values of its clock."""
+    _, treedef = leaves_of(average.codes)
+    return dataclasses.replace(
+        average,
+        codes=treedef.unflatten(codes for codes, _ in leaves),
+        scales=_scale_trees(leaves, treedef, average.storage),
+        **clock,
+    )
+
+
+def _scale_trees(leaves: Sequence[Stored], treedef: Any, storage: Storage) -> Any:
+    scales = [scales for _, scales in leaves]
+    if not isinstance(storage.scaling, Rank1):
+        return treedef.unflatten(scales)
+    # A tree an axis, not a tuple a leaf: where a parameter has an array, its state has arrays.
+    depth = max((len(s) for s in scales if s is not None), default=0)
+    return tuple(
+        treedef.unflatten(s[axis] if s is not None and axis < len(s) else None for s in scales)
+        for axis in range(depth)
+    )
 
 
 def read(average: Average, i: int, codes: jax.Array, scales: Scales) -> jax.Array:
@@ -163,11 +197,10 @@ def pack(average: Average, i: int, codes: jax.Array) -> jax.Array:
 
 def dequantize_average(average: Average) -> Any:
     """An average as a tree of float32 arrays, None where a leaf has none."""
-    codes, treedef = leaves_of(average.codes)
-    scales = treedef.flatten_up_to(average.scales)
+    leaves, treedef = stored_leaves(average)
     return treedef.unflatten(
-        None if c is None else read(average, i, c, s)
-        for i, (c, s) in enumerate(zip(codes, scales, strict=True))
+        None if codes is None else read(average, i, codes, scales)
+        for i, (codes, scales) in enumerate(leaves)
     )
 
 

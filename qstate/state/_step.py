@@ -15,13 +15,22 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from qstate.numerics import Scales, random_bits, split_key
-from qstate.state._average import Average, has_average, leaves_of, pack, read, write
+from qstate.numerics import random_bits, split_key
+from qstate.state._average import (
+    Average,
+    Stored,
+    has_average,
+    leaves_of,
+    pack,
+    read,
+    stored_leaves,
+    with_leaves,
+    write,
+)
 from qstate.state._reset import Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
 Rule = Callable[..., tuple[Any, Sequence[Any]]]
-Stored = tuple[jax.Array, Scales]
 
 
 def step_averages(
@@ -46,7 +55,7 @@ def step_averages(
       The directions, in the dtypes of ``updates``, zero for integers; the averages; the next key.
     """
     gradients, treedef = leaves_of(updates)
-    stored = [list(pairs) for pairs in zip(*(_pairs(a, treedef) for a in averages), strict=True)]
+    stored = [list(p) for p in zip(*(stored_leaves(a)[0] for a in averages), strict=True)]
     draws, key = _draws(averages, key)
     directions: list[Any] = [_untouched(g) for g in gradients]
     averaged = [
@@ -84,7 +93,7 @@ def step_averages(
             stored[i] = gate(pack_leaf, stored[i])
 
     new = [
-        _advanced(average, tick, policy, treedef, [leaf[j] for leaf in stored])
+        _advanced(average, tick, policy, [leaf[j] for leaf in stored])
         for j, (average, tick, policy) in enumerate(zip(averages, ticks, policies, strict=True))
     ]
     return treedef.unflatten(directions), new, key
@@ -97,13 +106,12 @@ def keep_averages(
     draws, key = _draws(averages, key)
     kept = []
     for new, average, tick, draw in zip(fresh, averages, ticks, draws, strict=True):
-        _, treedef = leaves_of(average.codes)
-        pairs = _pairs(average, treedef)
+        pairs, treedef = stored_leaves(average)
         for i, x in enumerate(treedef.flatten_up_to(new)):
             if x is not None:
                 codes, scales = write(average, i, tick.kept(x), draw(i, x.shape))
                 pairs[i] = pack(average, i, codes), scales
-        kept.append(_advanced(average, tick, None, treedef, pairs))
+        kept.append(_advanced(average, tick, None, pairs))
     return kept, key
 
 
@@ -149,22 +157,11 @@ def _draws(averages: Sequence[Average], key: jax.Array) -> tuple[list[Draw], jax
     return [functools.partial(draw, j) for j in range(len(averages))], key
 
 
-def _pairs(average: Average, treedef: Any) -> list[Stored]:
-    codes, scales = treedef.flatten_up_to(average.codes), treedef.flatten_up_to(average.scales)
-    return list(zip(codes, scales, strict=True))
-
-
 def _advanced(
-    average: Average, tick: Tick, policy: Every | Adaptive | None, treedef: Any, pairs: list[Stored]
+    average: Average, tick: Tick, policy: Every | Adaptive | None, leaves: list[Stored]
 ) -> Average:
     """The average with what is kept of every leaf, its clock, and what its policy saw."""
-    new = dataclasses.replace(
-        average,
-        codes=treedef.unflatten(codes for codes, _ in pairs),
-        scales=treedef.unflatten(scales for _, scales in pairs),
-        age=tick.kept_age(),
-        mass=tick.kept_mass(),
-    )
+    new = with_leaves(average, leaves, age=tick.kept_age(), mass=tick.kept_mass())
     if average.monitor is None or not isinstance(policy, Adaptive):
         return new
     share = unchanged_share([(average, new)])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from qstate.numerics import unpacked
-from qstate.state._average import Average, leaves_of, read
+from qstate.state._average import Average, read, stored_leaves
 
 
 def unchanged_share(steps: Iterable[tuple[Average, Average]]) -> jax.Array:
@@ -32,17 +32,13 @@ def unchanged_share(steps: Iterable[tuple[Average, Average]]) -> jax.Array:
 def _stored(before: Average, after: Average) -> Iterable[tuple[jax.Array, jax.Array]]:
     """Pairs of what a step is judged by, one element each, for every leaf that counts."""
     quantized = any(shape is not None for shape in before.shapes)
-    old_codes, treedef = leaves_of(before.codes)
-    old_scales = treedef.flatten_up_to(before.scales)
-    new_codes = treedef.flatten_up_to(after.codes)
-    new_scales = treedef.flatten_up_to(after.scales)
-    for i, shape in enumerate(before.shapes):
-        if old_codes[i] is None or (quantized and shape is None):
+    pairs = zip(before.shapes, stored_leaves(before)[0], stored_leaves(after)[0], strict=True)
+    for i, (shape, old, new) in enumerate(pairs):
+        if old[0] is None or (quantized and shape is None):
             continue
         if shape is None or before.storage.scaling.scale == "power_of_two":
-            old = read(before, i, old_codes[i], old_scales[i])
-            new = read(after, i, new_codes[i], new_scales[i])
+            old, new = read(before, i, *old), read(after, i, *new)
         else:
-            old = unpacked(old_codes[i], before.storage, shape)
-            new = unpacked(new_codes[i], before.storage, shape)
+            old = unpacked(old[0], before.storage, shape)
+            new = unpacked(new[0], before.storage, shape)
         yield jnp.atleast_1d(old), jnp.atleast_1d(new)
