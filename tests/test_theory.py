@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from qstate import theory
 from scipy import integrate, stats
+
+from qstate import theory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ LATE = 10**6  # an age at which bias correction is 1
 
 
 def variances():
-    """Variances spread over six octaves, so that mantissas are log-uniform as the theory takes it."""
+    """Variances over six octaves, so that mantissas are log-uniform as in the theory."""
     return jnp.exp2(jax.random.uniform(jax.random.key(5), COORDINATES, minval=-3.0, maxval=3.0))
 
 
@@ -91,7 +91,7 @@ def test_second_moment_is_stuck_under_nearest_rounding_with_power_of_two_scales(
 
 
 def steps_to_recover(storage, b2, limit):
-    """Steps after a tenfold drop of σ until the stored average's mean is within 2x of the new σ²."""
+    """Steps from a tenfold drop of σ until the average's mean is within 2x of the new σ²."""
     tx = qstate.scale_by_adam(b2=b2, nu_storage=storage)
     shape = (64, 256)
 
