@@ -158,8 +158,6 @@ def _round(y: jax.Array, storage: Storage, bits: jax.Array | None, live: jax.Arr
         index = round_stochastic(index, fraction, bits)
     else:
         index = round_nearest(index, fraction)
-    if isinstance(format, Minifloat):
-        index = jnp.minimum(index, format.top_index)
     return index if format.zero else jnp.where(live, format.nonzero(index), index)
 
 

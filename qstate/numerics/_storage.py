@@ -102,7 +102,11 @@ class Storage:
         return "_".join(parts + (["sqrt"] if self.domain == "sqrt" else []))
 
     def without_zero(self) -> "Storage":
-        """The same storage, in which only zero itself is stored as zero."""
+        """The same storage, in which what is not zero is never stored as zero.
+
+        Zero is a scale of 0, or zero's own code where there is no scale; in a block that is not all
+        zero it becomes the smallest code.
+        """
         return dataclasses.replace(self, format=self.format.without_zero())
 
     def __str__(self) -> str:

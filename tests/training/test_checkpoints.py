@@ -183,13 +183,30 @@ def test_rounding_may_change_between_runs(through, params, go_on, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+BOTH = ("dense/kernel", "head")
+
+
 @pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
-@pytest.mark.parametrize("more", [False, True], ids=["fewer", "more"])
-def test_a_state_with_other_leaves_in_few_bits_is_refused(more, through, params, tmp_path):
-    saved = qstate.adamw(1e-2, exempt=lambda path, leaf: leaf.ndim == 1)
-    other = qstate.adamw(1e-2, exempt=lambda path, leaf: leaf.ndim == 1 or path == "head")
-    if more:
-        saved, other = other, saved
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(BOTH, BOTH[:1], id="fewer"),
+        pytest.param(BOTH[:1], BOTH, id="more"),
+        pytest.param(
+            BOTH[:1],
+            BOTH[1:],
+            id="others",
+            marks=pytest.mark.xfail(
+                strict=True, reason="how many leaves are in few bits is saved, not which"
+            ),
+        ),
+    ],
+)
+def test_a_state_with_other_leaves_in_few_bits_is_refused(before, after, through, params, tmp_path):
+    saved, other = (
+        qstate.adamw(1e-2, exempt=lambda path, leaf, stored=stored: path not in stored)
+        for stored in (before, after)
+    )
     with pytest.raises(ValueError):  # noqa: PT011 - the texts are the libraries'
         through(saved.init(params), other.init(params), tmp_path)
 

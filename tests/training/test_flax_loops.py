@@ -66,7 +66,7 @@ def _train_linen(tx, data):
     return losses, state.opt_state
 
 
-def _train_nnx(tx, data, steps=STEPS):
+def _train_nnx(tx, data, states=None):
     x, labels = data
     model = Nnx(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -78,7 +78,11 @@ def _train_nnx(tx, data, steps=STEPS):
         optimizer.update(model, grads)
         return value
 
-    losses = [float(step(model, optimizer)) for _ in range(steps)]
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(step(model, optimizer)))
+        if states is not None:
+            states.append(jax.tree.map(lambda x: x, optimizer.opt_state))
     return losses, optimizer.opt_state
 
 
@@ -100,7 +104,7 @@ def float32_loss(train, data):
 @pytest.mark.parametrize(
     "storage",
     [
-        pytest.param(name, marks=[] if name in ("fp8", "fp4", "int4") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name in ("fp8", "fp4") else [pytest.mark.slow])
         for name in ("fp32", "bf16", "fp8", "fp4", "int8", "int4")
     ],
 )
@@ -114,6 +118,7 @@ def test_the_loss_is_that_of_float32(train, data, float32_loss, storage):
     assert qstate.nbytes(state) < bits * size + small
 
 
+@pytest.mark.slow
 def test_a_wrapped_optimizer_trains(train, data):
     tx = qstate.quantize_state(optax.lion(3e-4), "fp8")
     plain, _ = train(optax.lion(3e-4), data)
@@ -121,13 +126,20 @@ def test_a_wrapped_optimizer_trains(train, data):
     assert losses[-1] == pytest.approx(plain[-1], rel=0.01)
 
 
-def test_what_is_read_out_of_an_nnx_optimizers_state(data):
-    _, before = _train_nnx(qstate.adamw(1e-3), data, steps=3)
-    _, after = _train_nnx(qstate.adamw(1e-3), data, steps=4)
+@pytest.mark.parametrize(
+    ("storage", "held", "size"),
+    [
+        pytest.param("fp8", "e4m3, block 128, stochastic", 32 * 256 + 32 * 2 * 4, id="fp8"),
+        pytest.param("int4", "dynamic4, block 128, stochastic", 32 * 128 + 32 * 2 * 4, id="int4"),
+    ],
+)
+def test_what_is_read_out_of_an_nnx_optimizers_state(data, storage, held, size):
+    states = []
+    _train_nnx(qstate.adamw(1e-3, storage=storage), data, states)
+    before, after = states[-2:]
     rows = {row.path: row for row in qstate.describe(after)}
     kernel = next(row for path, row in rows.items() if "mu/first/kernel" in path)
-    assert (kernel.shape, kernel.storage) == ((32, 256), "e4m3, block 128, stochastic")
-    assert kernel.bytes == 32 * 256 + 32 * 2 * 4
+    assert (kernel.shape, kernel.storage, kernel.bytes) == ((32, 256), held, size)
     stalled = qstate.stall_fraction(before, after)
     assert stalled.keys() == {"mu", "nu"}
     assert all(0 < share < 1 for share in stalled.values())

@@ -52,14 +52,15 @@ def _follows_float32(storage, shapes, rng, exempt):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_small_leaves_stay_float32_by_default(storage):
     params = {str(shape): jnp.zeros(shape) for shape in SHAPES}
-    for average in qstate.adamw(1e-3, storage=storage).init(params)[0][1:3]:
-        for name, codes in average.codes.items():
-            if name in ("(1601, 1280)", "(4097,)"):
-                assert codes.dtype != jnp.float32
-                assert average.shapes[list(average.codes).index(name)] is not None
-            else:
-                assert (codes.dtype, codes.shape) == (jnp.float32, params[name].shape)
-                assert average.scales[name] is None
+    state = qstate.adamw(1e-3, storage=storage).init(params)[0]
+    rows = {row.path: row.storage for row in qstate.describe(state)}
+    for name, p in params.items():
+        for field, average in (("mu", state.mu), ("nu", state.nu)):
+            exact = name not in ("(1601, 1280)", "(4097,)")
+            assert (rows[f"{field}/{name}"] == "f32") == exact
+            assert (average.codes[name].dtype == jnp.float32) == exact
+            if exact:
+                assert average.codes[name].shape == p.shape
 
 
 @pytest.mark.parametrize("storage", QUICK_STORAGES)
