@@ -104,6 +104,20 @@ def test_a_second_moment_is_kept_without_zero(storage):
     assert float(jnp.min(qstate.dequantize(state)[0].nu["w"])) > 0
 
 
+@pytest.mark.parametrize(
+    "format", [qstate.E4M3, qstate.E2M1, qstate.INT8, qstate.DYNAMIC8, qstate.DYNAMIC4], ids=str
+)
+def test_a_second_moment_has_no_zero_in_a_format_that_has_one(format):
+    held = qstate.Storage(format, qstate.Block(128), "stochastic")
+    tx = qstate.scale_by_adam(nu_storage=held)
+    g = {"w": jnp.full((64, 128), 1e-5).at[:, 0].set(1.0)}  # v from 1e-10 to 1
+    _, state = jax.jit(tx.update)(g, tx.init(g))
+    nu = qstate.dequantize(state).nu["w"]
+    assert float(jnp.min(nu)) > 0
+    updates, _ = jax.jit(tx.update)(g, state)
+    assert float(jnp.max(jnp.abs(updates["w"]))) < 2
+
+
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "fp4", "int8", "int4"])
 def test_what_never_had_a_gradient_does_not_move(storage):
     tx = qstate.adam(1e-2, storage=storage)

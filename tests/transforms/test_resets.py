@@ -302,6 +302,21 @@ def test_resets_that_are_sound_do_not_warn(policies):
         qstate.adamw(1e-3, reset=policies)
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=(AssertionError, jax.errors.TracerIntegerConversionError),
+    reason="inject_hyperparams takes the number stacklevel for a hyperparameter and traces it",
+)
+def test_a_warning_inside_of_inject_hyperparams():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tx = optax.inject_hyperparams(qstate.scale_by_adam)(nu_reset=qstate.every(3))
+        g = {"w": jnp.ones((64, 128))}
+        state = tx.init(g)
+        jax.jit(tx.update)(g, state)
+    assert "stacklevel" not in state.hyperparams
+
+
 @pytest.mark.parametrize("factory", [qstate.scale_by_adam, qstate.adam, qstate.adamw])
 def test_nearest_rounding_of_a_second_moment_warns_once(factory):
     nearest = qstate.Storage(qstate.E4M3, qstate.Block(128))
