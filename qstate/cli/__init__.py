@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.metadata
+import os
+import sys
 
 from qstate.cli import _demo, _plan
 
@@ -31,4 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     _demo.add_parser(subparsers)
     _plan.add_parser(subparsers)
     args = parser.parse_args(argv)
-    return args.func(args)
+    try:
+        status = args.func(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
