@@ -136,7 +136,6 @@ def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, nesterov)
         key=key,
         exempt=exempt,
         nesterov=nesterov,
-        stacklevel=3,
     )
 
 

@@ -49,7 +49,6 @@ def scale_by_adam(
     key: Any = 0,
     exempt: Exempt | None = None,
     nesterov: bool = False,
-    stacklevel: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by the Adam rule, with its averages stored as asked.
 
@@ -78,7 +77,6 @@ def scale_by_adam(
       exempt: ``(path, leaf) -> bool``, which leaves stay float32; by default those of fewer than
         4096 elements. Paths read like ``"layers/0/kernel"``.
       nesterov: whether to use Nesterov momentum, as in `optax.scale_by_adam`.
-      stacklevel: whose line a warning names, counted from the caller.
 
     Returns:
       A `optax.GradientTransformationExtraArgs`.
@@ -123,9 +121,9 @@ def scale_by_adam(
     together = mu_reset is not None and mu_reset == nu_reset
     nu_policy = resolve(nu_reset, nu_storage, b2)
     mu_policy = None if together else resolve(mu_reset, mu_storage, b1)
-    warn_of_nearest(nu_storage, b2, stacklevel=stacklevel + 1)
+    warn_of_nearest(nu_storage, b2)
     if not together:
-        warn_of_hard_alone(mu_policy, nu_policy, stacklevel=stacklevel + 1)
+        warn_of_hard_alone(mu_policy, nu_policy)
 
     def init_fn(params) -> Any:
         return ScaleByAdamState(

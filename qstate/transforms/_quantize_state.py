@@ -27,8 +27,10 @@ from qstate.transforms._advice import check_first_moment
 SECOND_MOMENTS = frozenset({"nu", "nu_max", "n", "e_g", "e_x", "exp_avg_sq", "sum_of_squares"})
 """Fields of optax's states that hold averages of squares: they are stored without zero."""
 
-ITERATES = frozenset({"z", "x0", "params0", "init_params", "init_particles"})
-"""Fields shaped like the parameters that are parameters: rounding them would round the weights."""
+ITERATES = frozenset(
+    {"z", "x0", "params", "params0", "init_params", "init_particles", "step_sizes"}
+)
+"""Fields shaped like the parameters that are no averages: weights, and sizes of steps."""
 
 COUNTS = frozenset({"count", "count_m2", "t"})
 """Fields that count an average's steps, for bias correction."""
@@ -80,8 +82,8 @@ def quantize_state(
       averages may be in float32 at once; `scale_by_adam` has one leaf at a time.
 
     Numerics:
-      With ``qstate.F32`` it equals the inner transformation bit for bit. The averages that the
-      inner transformation sees are float32, whatever the parameters' dtype.
+      With ``qstate.Storage(qstate.F32)`` it equals the inner transformation bit for bit. Averages
+      are float32 to the inner transformation, whatever the parameters' dtype.
 
     Example:
       >>> import jax.numpy as jnp, optax, qstate

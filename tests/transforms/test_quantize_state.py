@@ -82,13 +82,17 @@ def test_second_moments_by_other_names_are_stored_without_zero(inner, name, para
     assert name in _stored(inner, params)[1]
 
 
-@pytest.mark.xfail(strict=True, reason="known by no name: step sizes, weights and squares too")
 @pytest.mark.parametrize(
     ("inner", "name"),
     [
         pytest.param(optax.rprop(1e-3), "step_sizes", id="rprop"),  # one that is 0 stays 0
         pytest.param(optax.scale_by_lbfgs(), "params", id="lbfgs"),
-        pytest.param(optax.adafactor(1e-3), "v", id="adafactor"),  # of leaves without factors
+        pytest.param(
+            optax.adafactor(1e-3),
+            "v",
+            id="adafactor",
+            marks=pytest.mark.xfail(strict=True, reason="adan's v, of the same name, is signed"),
+        ),
     ],
 )
 def test_fields_that_cannot_take_a_zero_are_not_stored_with_one(inner, name, params):

@@ -302,11 +302,6 @@ def test_resets_that_are_sound_do_not_warn(policies):
         qstate.adamw(1e-3, reset=policies)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(AssertionError, jax.errors.TracerIntegerConversionError),
-    reason="inject_hyperparams takes the number stacklevel for a hyperparameter and traces it",
-)
 def test_a_warning_inside_of_inject_hyperparams():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
