@@ -42,14 +42,12 @@ class Blocks(NamedTuple):
     def maximum(self, rows: jax.Array) -> jax.Array:
         """Every block's maximum, of the array's rank: blocks along ``axis``, 1 behind it."""
         axes = tuple(range(self.axis + 1, rows.ndim))
-        return jnp.max(rows, axis=axes, initial=0).reshape(self._numbers(rows.shape[: self.axis]))
+        numbers = (*rows.shape[: self.axis], self.count, *(1,) * self.behind)
+        return jnp.max(rows, axis=axes, initial=0).reshape(numbers)
 
     def spread(self, numbers: jax.Array) -> jax.Array:
         """One number a block, of the array's rank, in a shape that broadcasts against rows."""
         return jnp.expand_dims(numbers, self.axis + 1)
-
-    def _numbers(self, before: tuple[int, ...]) -> tuple[int, ...]:
-        return (*before, self.count, *(1,) * self.behind)
 
 
 def block_layout(shape: tuple[int, ...], size: int) -> Blocks:

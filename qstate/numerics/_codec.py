@@ -177,7 +177,7 @@ def _blocks(storage: Storage, shape: tuple[int, ...]) -> Blocks:
 def _unit(storage: Storage) -> float:
     """What number of the grid a scale of 1.0 stands for."""
     top = storage.format.top
-    if not storage.has_scales or isinstance(storage.scaling, NoScale):
+    if isinstance(storage.scaling, NoScale):
         return 1.0
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 

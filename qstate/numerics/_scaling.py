@@ -24,7 +24,7 @@ class _WholeTensor:
         return jnp.max(rows, initial=0).reshape((1,) * (rows.ndim - 1))
 
     def spread(self, scales: jax.Array, blocks: Blocks) -> jax.Array:
-        return jnp.expand_dims(scales, blocks.axis)
+        return blocks.spread(scales)
 
 
 @dataclasses.dataclass(frozen=True)

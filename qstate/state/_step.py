@@ -72,7 +72,7 @@ def step_averages(
         stored[i] = [(t.kept(x[place]), None) for t, x in zip(ticks, fresh, strict=True)]
 
     gate = _Gate(averages[0].age)
-    for i in sorted(set(averaged) - set(exact)):
+    for i in [i for i in averaged if i not in exact]:
 
         def pack_leaf(leaf, i=i):
             return [(pack(a, i, c), s) for a, (c, s) in zip(averages, leaf, strict=True)]
