@@ -21,5 +21,5 @@ from qstate.numerics._formats import (
 )
 from qstate.numerics._minifloat import Minifloat
 from qstate.numerics._random_bits import key_words, random_bits, split_key
-from qstate.numerics._scaling import Block, NoScale, PerTensor, Rank1, Scaling
+from qstate.numerics._scaling import Block, Delayed, NoScale, PerTensor, Rank1, Scaling
 from qstate.numerics._storage import Storage, storage

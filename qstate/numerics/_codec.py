@@ -36,20 +36,25 @@ Scales = None | jax.Array | tuple[jax.Array, ...]
 _LARGEST = np.finfo(np.float32).max
 
 
-def encode(x: jax.Array, storage: Storage, key=None) -> tuple[jax.Array, Scales]:
+def encode(
+    x: jax.Array, storage: Storage, key=None, *, previous: Scales = None
+) -> tuple[jax.Array, Scales]:
     """Rounds an array to the grid of a storage.
 
     Args:
       x: numbers of any shape, taken as float32.
       storage: how they are held.
       key: for stochastic rounding, anything `jax.random` takes as a key, or an integer.
+      previous: the scales that `encode` returned for what was stored before, which ``Delayed``
+        scales by; None where nothing was. Other scalings do not look at it.
 
     Returns:
       ``codes``, an array of the same rank (4-bit codes: half as long along the blocks' axis), and
       ``scales``: one array of the same rank, a tuple of one an axis for ``Rank1``, or None.
 
     Raises:
-      ValueError: if the rounding is stochastic and there is no key.
+      ValueError: if the rounding is stochastic and there is no key, or if ``previous`` is of
+        another storage.
 
     Numerics:
       Computed in float32. Finite numbers saturate at the format's largest and never become NaN.
@@ -69,7 +74,7 @@ def encode(x: jax.Array, storage: Storage, key=None) -> tuple[jax.Array, Scales]
         if key is None:
             raise ValueError("stochastic rounding needs a key: encode(x, storage, key=0)")
         bits = random_bits(key_words(key), x.shape) >> (32 - RANDOM_BITS)
-    codes, scales = encode_unpacked(x, storage, bits)
+    codes, scales = encode_unpacked(x, storage, bits, previous)
     return packed(codes, storage, x.shape), scales
 
 
@@ -118,7 +123,7 @@ def packed(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Ar
 
 
 def encode_unpacked(
-    x: jax.Array, storage: Storage, bits: jax.Array | None
+    x: jax.Array, storage: Storage, bits: jax.Array | None, previous: Scales = None
 ) -> tuple[jax.Array, Scales]:
     """`encode` of a float32 array by given bits (uint32 below 2^16), an array element a code."""
     if storage.exact:
@@ -134,7 +139,7 @@ def encode_unpacked(
         )
         return blocks.join(format.code(index, u)), None
 
-    scales = _measure(u, storage, blocks)
+    scales = storage.scaling.remember(_measure(u, storage, blocks), previous)
     scale = _spread(scales, storage, blocks)
     live = scale > 0  # neither zero nor NaN
     # The select also keeps XLA from multiplying the constant into the reciprocal, to overflow.

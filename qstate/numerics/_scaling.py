@@ -1,22 +1,36 @@
 """How values are mapped onto a grid: no scale, one a tensor, a block, or a row and column.
 
-A scaling measures an array's largest magnitudes (`measure`), and spreads what was measured back
-over the elements (`spread`). Scales keep the array's rank.
+A scaling measures an array's largest magnitudes (`measure`), says what is stored of them and of
+what was stored before (`remember`), and spreads that over the elements (`spread`). Scales keep the
+array's rank. A scaling also names what has to agree for its scales to be read (`layout`).
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from qstate.numerics._blocks import Blocks
 
 DEFAULT_BLOCK = 128
 SCALE_FORMATS = ("float32", "bfloat16", "power_of_two")
 
+_LARGEST_BITS = int(np.finfo(np.float32).max.view(np.uint32))
 
-class _WholeTensor:
+
+class _Memoryless:
+    """A scaling whose scales depend on nothing but the array at hand."""
+
+    def remember(self, measured: Any, previous: Any) -> Any:
+        del previous
+        return measured
+
+
+class _WholeTensor(_Memoryless):
     block = DEFAULT_BLOCK
     scale = "float32"
 
@@ -35,6 +49,11 @@ class NoScale(_WholeTensor):
     NaN (0.0 where all of the tensor is zero), and takes a reduction over the tensor.
     """
 
+    layout = ""
+
+    def __str__(self) -> str:
+        return "no scale"
+
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor(_WholeTensor):
@@ -43,9 +62,98 @@ class PerTensor(_WholeTensor):
     Takes a reduction over the tensor, so one small collective where the tensor is sharded.
     """
 
+    layout = "pertensor"
+
+    def __str__(self) -> str:
+        return "per tensor"
+
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Delayed(_WholeTensor):
+    r"""One float32 scale a tensor, from the largest magnitudes that the tensor had before.
+
+    With :math:`a_t` the largest magnitude of the tensor when it is stored for the t-th time,
+
+    .. math::
+       s_t = 2^{\text{margin}} \max(a_{t-1}, \dots, a_{t-\text{history}})
+
+    lands on the format's largest number; where nothing was seen before,
+    :math:`s_t = 2^{\text{margin}} a_t`. A tensor that outgrows its scale saturates once:
+    the next time its magnitude is in the history. One that shrinks is on a coarser grid than need
+    be until its large magnitudes have left the history. In the domain ``"sqrt"`` magnitudes are
+    those of the roots.
+
+    What is stored is one array, the scale in use and behind it the history, the most recent first:
+    ``encode`` takes it as ``previous`` the next time, and optimizers pass it on. A tensor of zeros
+    has a scale of 0 and clears the history, so that after a hard reset an average starts from its
+    own magnitude. One with NaN or infinity reads back NaN and leaves the history as it was.
+
+    Takes a reduction over the tensor, so one small collective where the tensor is sharded.
+
+    Args:
+      history: how many of the last magnitudes count, 1 or more.
+      margin: powers of two left free above the largest of them, 0 or more. An average that starts
+        from zero doubles in its second step: 1 leaves room for that.
+
+    Raises:
+      ValueError: for a history or margin that is no such number.
+
+    Example:
+      >>> import jax.numpy as jnp, qstate
+      >>> storage = qstate.Storage(qstate.E4M3, qstate.Delayed(4))
+      >>> _, scales = qstate.numerics.encode(jnp.array([1.0, -8.0]), storage)
+      >>> codes, scales = qstate.numerics.encode(jnp.array([1.0, 9.0]), storage, previous=scales)
+      >>> scales.tolist()
+      [8.0, 9.0, 8.0, 0.0, 0.0]
+      >>> qstate.numerics.decode(codes, scales, storage, (2,)).tolist()
+      [1.0, 8.0]
+
+    References:
+      NVIDIA, `Transformer Engine, DelayedScaling
+      <https://nvidia.github.io/TransformerEngine/api/common.html>`_
+    """
+
+    history: int = 16
+    margin: int = 0
+
+    def __post_init__(self):
+        for name, least in (("history", 1), ("margin", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer, {least} or more; got {value!r}")
+
+    @property
+    def layout(self) -> str:
+        return f"delayed{self.history}"
+
+    def __str__(self) -> str:
+        margin = f" with margin {self.margin}" if self.margin else ""
+        return f"delayed over {self.history}{margin}"
+
+    def remember(self, measured: jax.Array, previous: Any) -> jax.Array:
+        shape = (*measured.shape[:-1], 1 + self.history)
+        if previous is None:
+            previous = jnp.zeros(shape, jnp.float32)
+        elif jnp.shape(previous) != shape:
+            raise ValueError(
+                f"previous scales of shape {jnp.shape(previous)} do not fit {self!r}, which keeps "
+                f"{shape} here: pass the scales that encode returned for the same storage and rank"
+            )
+        history = jnp.asarray(previous, jnp.float32)[..., 1:]
+        largest = jnp.max(history, axis=-1, keepdims=True)
+        raised = _times_power_of_two(jnp.where(largest > 0, largest, measured), self.margin)
+        # Zero and NaN are scales themselves. NaN never gets into the history: it would stay.
+        scale = jnp.where(measured > 0, raised, measured)
+        seen = jnp.concatenate([measured, history[..., :-1]], axis=-1)
+        seen = jnp.where(measured > 0, seen, jnp.where(measured == 0, 0, history))
+        return jnp.concatenate([scale, seen], axis=-1)
+
+    def spread(self, scales: jax.Array, blocks: Blocks) -> jax.Array:
+        return blocks.spread(scales[..., :1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(_Memoryless):
     """A scale for every ``size`` neighbours along the last axis.
 
     Where the last axis is short a block spans it whole and is cut along the axis before (see
@@ -77,6 +185,13 @@ class Block:
     def block(self) -> int:
         return self.size
 
+    @property
+    def layout(self) -> str:
+        return f"block{self.size}_{self.scale}"
+
+    def __str__(self) -> str:
+        return f"block {self.size}" + ("" if self.scale == "float32" else f" {self.scale}")
+
     def measure(self, rows: jax.Array, blocks: Blocks) -> jax.Array:
         return blocks.maximum(rows)
 
@@ -85,7 +200,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rank1:
+class Rank1(_Memoryless):
     """One float32 scale for every index of every axis; an element's is the smallest of its own.
 
     Made for second moments, whose large values line up in rows and columns. An array of one axis
@@ -98,6 +213,10 @@ class Rank1:
 
     block = DEFAULT_BLOCK
     scale = "float32"
+    layout = "rank1"
+
+    def __str__(self) -> str:
+        return "rank-1"
 
     def measure(self, rows: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
         x = blocks.join(rows)
@@ -119,4 +238,11 @@ class Rank1:
         return blocks.split(smallest)
 
 
-Scaling = NoScale | PerTensor | Block | Rank1
+Scaling = NoScale | PerTensor | Delayed | Block | Rank1
+
+
+def _times_power_of_two(scale: jax.Array, exponent: int) -> jax.Array:
+    """Normal float32 times ``2^exponent``, at most the largest finite float32; exact below it."""
+    # By the bits: as a float, a large power of two would be infinite itself.
+    bits = lax.bitcast_convert_type(scale, jnp.uint32) + (min(exponent, 255) << 23)
+    return lax.bitcast_convert_type(jnp.minimum(bits, _LARGEST_BITS), jnp.float32)

@@ -28,7 +28,8 @@ class Storage:
 
     Args:
       format: the grid, such as ``qstate.E4M3``.
-      scaling: ``NoScale()``, ``PerTensor()``, ``Block(size, scale)`` or ``Rank1()``.
+      scaling: ``NoScale()``, ``PerTensor()``, ``Delayed(history, margin)``,
+        ``Block(size, scale)`` or ``Rank1()``.
       rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased; needs a key).
       domain: ``"linear"``, or ``"sqrt"`` to keep the square root of an average that is not
         negative:
@@ -54,7 +55,7 @@ class Storage:
             raise TypeError(f"format must be a Format such as qstate.E4M3, got {self.format!r}")
         if not isinstance(self.scaling, Scaling):
             raise TypeError(
-                "scaling must be NoScale(), PerTensor(), Block(...) or Rank1(), "
+                "scaling must be NoScale(), PerTensor(), Delayed(...), Block(...) or Rank1(), "
                 f"got {self.scaling!r}"
             )
         if self.rounding not in ROUNDINGS:
@@ -94,12 +95,8 @@ class Storage:
     @property
     def layout(self) -> str:
         """A name for what has to agree for codes to be read: format, scaling and domain."""
-        parts = [self.format.name]
-        if isinstance(self.scaling, Block):
-            parts += [f"block{self.scaling.size}", self.scaling.scale]
-        elif not isinstance(self.scaling, NoScale):
-            parts.append(type(self.scaling).__name__.lower())
-        return "_".join(parts + (["sqrt"] if self.domain == "sqrt" else []))
+        domain = "sqrt" if self.domain == "sqrt" else ""
+        return "_".join(part for part in (self.format.name, self.scaling.layout, domain) if part)
 
     def without_zero(self) -> "Storage":
         """The same storage, in which what is not zero is never stored as zero.
@@ -110,12 +107,7 @@ class Storage:
         return dataclasses.replace(self, format=self.format.without_zero())
 
     def __str__(self) -> str:
-        scaling = {
-            NoScale: lambda s: "no scale",
-            Rank1: lambda s: "rank-1",
-            Block: lambda s: f"block {s.size}" + ("" if s.scale == "float32" else f" {s.scale}"),
-        }.get(type(self.scaling), lambda s: "per tensor")(self.scaling)
-        parts = [str(self.format), scaling, self.rounding]
+        parts = [str(self.format), str(self.scaling), self.rounding]
         if self.exact:
             return self.format.name
         return ", ".join(parts + (["square root"] if self.domain == "sqrt" else []))

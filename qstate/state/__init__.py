@@ -10,6 +10,7 @@ from qstate.state._average import (
     stored_leaves,
     zeros,
 )
+from qstate.state._damage import check_dtype
 from qstate.state._reset import (
     Adaptive,
     Every,
@@ -22,5 +23,7 @@ from qstate.state._reset import (
     still,
     tick,
 )
+from qstate.state._serialization import register_with_flax
 from qstate.state._step import keep_averages, step_averages
 from qstate.state._unchanged import unchanged_share
+from qstate.state._warning import warn

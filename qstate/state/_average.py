@@ -18,6 +18,7 @@ from qstate.state._reset import Adaptive, Every, Monitor
 from qstate.state._serialization import register_with_flax
 
 SMALLEST_QUANTIZED = 4096
+_SAVED = ("codes", "scales", "age", "mass", "monitor")
 
 Exempt = Callable[[str, Any], bool]
 Stored = tuple[Any, Scales]
@@ -110,17 +111,17 @@ def zeros(
       policy: when it is reset.
       others: whether leaves that are no floats are held as well, as they are.
     """
-    register_with_flax(Average)
+    register_with_flax(Average, _SAVED, layout="layout")
     _, treedef = leaves_of(params)
     shapes, leaves = [], []
     for path, leaf in jax.tree.flatten_with_path(params, is_leaf=lambda x: x is None)[0]:
         shape = _quantized_shape(path, leaf, storage, exempt or small_leaf)
         shapes.append(shape)
         if shape is not None:
-            blank = _blank(shape, storage)
+            blank = _blank(leaf, storage)
         elif has_average(leaf) or (others and leaf is not None):
             dtype = jnp.float32 if has_average(leaf) else leaf.dtype
-            blank = jnp.zeros(leaf.shape, dtype), None
+            blank = jnp.zeros_like(jax.eval_shape(lambda x: x, leaf), dtype), None
         else:
             _refuse_complex(path, leaf)
             blank = None, None
@@ -181,12 +182,15 @@ def read(average: Average, i: int, codes: jax.Array, scales: Scales) -> jax.Arra
 
 
 def write(
-    average: Average, i: int, x: jax.Array, bits: jax.Array | None
+    average: Average, i: int, x: jax.Array, bits: jax.Array | None, previous: Scales
 ) -> tuple[jax.Array, Scales]:
-    """Codes (an array element each) and scales of a new value (float32) of leaf ``i``."""
+    """Codes (an array element each) and scales of a new value (float32) of leaf ``i``.
+
+    ``previous`` are the scales of its old value.
+    """
     if average.shapes[i] is None:
         return x, None
-    return encode_unpacked(x, average.storage, bits)
+    return encode_unpacked(x, average.storage, bits, previous)
 
 
 def pack(average: Average, i: int, codes: jax.Array) -> jax.Array:
@@ -222,9 +226,8 @@ def _name(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _blank(shape: tuple[int, ...], storage: Storage) -> tuple[jax.Array, Scales]:
+def _blank(leaf: Any, storage: Storage) -> tuple[jax.Array, Scales]:
     """What zeros are encoded as, without encoding them: all codes and scales are 0."""
-    blank = jax.eval_shape(
-        lambda x: encode(x, storage, key=0), jax.ShapeDtypeStruct(shape, jnp.float32)
-    )
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), blank)
+    blank = jax.eval_shape(lambda x: encode(x, storage, key=0), leaf)
+    # Alike in partition too, where the type says how (on a mesh of explicit axes).
+    return jax.tree.map(jnp.zeros_like, blank)

@@ -27,6 +27,7 @@ from qstate.state._average import (
     with_leaves,
     write,
 )
+from qstate.state._damage import check_average
 from qstate.state._reset import Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
@@ -54,6 +55,8 @@ def step_averages(
     Returns:
       The directions, in the dtypes of ``updates``, zero for integers; the averages; the next key.
     """
+    for average in averages:
+        check_average(average)
     gradients, treedef = leaves_of(updates)
     stored = [list(p) for p in zip(*(stored_leaves(a)[0] for a in averages), strict=True)]
     draws, key = _draws(averages, key)
@@ -81,8 +84,10 @@ def step_averages(
             old = [read(a, i, *pair) for a, pair in zip(averages, leaf, strict=True)]
             direction, fresh = rule(gradient.astype(jnp.float32), *old)
             new = [
-                write(a, i, t.kept(x), draw(i, x.shape))
-                for a, t, x, draw in zip(averages, ticks, fresh, draws, strict=True)
+                write(a, i, t.kept(x), draw(i, x.shape), scales)
+                for a, t, x, draw, (_, scales) in zip(
+                    averages, ticks, fresh, draws, leaf, strict=True
+                )
             ]
             return direction.astype(gradient.dtype), new
 
@@ -103,13 +108,15 @@ def keep_averages(
     fresh: Sequence[Any], averages: Sequence[Average], ticks: Sequence[Tick], key: jax.Array
 ) -> tuple[list[Average], jax.Array]:
     """The averages with new values (trees of float32 arrays), all at once, and the next key."""
+    for average in averages:
+        check_average(average)
     draws, key = _draws(averages, key)
     kept = []
     for new, average, tick, draw in zip(fresh, averages, ticks, draws, strict=True):
         pairs, treedef = stored_leaves(average)
         for i, x in enumerate(treedef.flatten_up_to(new)):
             if x is not None:
-                codes, scales = write(average, i, tick.kept(x), draw(i, x.shape))
+                codes, scales = write(average, i, tick.kept(x), draw(i, x.shape), pairs[i][1])
                 pairs[i] = pack(average, i, codes), scales
         kept.append(_advanced(average, tick, None, pairs))
     return kept, key
@@ -133,7 +140,7 @@ class _Gate:
         self._passed, result = lax.cond(
             self._passed > 0,
             lambda passed: (passed + 1, step(*operands)),
-            lambda passed: (passed, jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), result)),
+            lambda passed: (passed, jax.tree.map(jnp.zeros_like, result)),
             self._passed,
         )
         return result

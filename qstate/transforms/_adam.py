@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from qstate.numerics import Storage, key_words, storage
+from qstate.precision import NarrowParametersWatch
 from qstate.state import (
     Average,
     Exempt,
@@ -124,8 +125,10 @@ def scale_by_adam(
     warn_of_nearest(nu_storage, b2)
     if not together:
         warn_of_hard_alone(mu_policy, nu_policy)
+    watch = NarrowParametersWatch()
 
     def init_fn(params) -> Any:
+        watch.look_at(params)
         return ScaleByAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros(params, mu_storage, exempt=exempt, policy=mu_policy),
@@ -135,6 +138,7 @@ def scale_by_adam(
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         del params, extra_args
+        watch.warn()
         mu, nu = state.mu, state.nu
         nu_tick = tick(nu, b2, nu_policy)
         mu_tick = tick(mu, b1, mu_policy)

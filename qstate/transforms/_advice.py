@@ -1,16 +1,10 @@
 """What a factory checks of its arguments, and the choices it warns of."""
 
-import pathlib
-import sys
-import warnings
-
 import jax.numpy as jnp
 
 from qstate import theory
 from qstate.numerics import Storage
-from qstate.state import Adaptive, Every
-
-_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+from qstate.state import Adaptive, Every, warn
 
 
 def check_hyperparameters(**hyperparameters) -> None:
@@ -48,7 +42,7 @@ def warn_of_nearest(storage: Storage, decay) -> None:
     ratio = theory.precision_ratio(storage.format, decay)
     if ratio > 1:
         stalled = theory.stall_probability(storage.format, decay)
-        _warn(
+        warn(
             f"a second moment in {storage.format.name} with decay {decay} and nearest rounding "
             f"only ever rises: the grid is {ratio:.3g} times too coarse for its steps, so it "
             f"stalls in {stalled:.1%} of them and never follows a fall of the gradients. Use "
@@ -67,16 +61,8 @@ def warn_of_hard_alone(mu: Every | Adaptive | None, nu: Every | Adaptive | None)
         and nu.period % mu.period == 0
     )
     if not together:
-        _warn(
+        warn(
             "a hard reset of the second moment alone divides an old first moment by a single "
             "squared gradient: the step after it is some hundred times too large. Reset only the "
             'past\'s weight, qstate.every(period, kind="soft"), or reset both moments together.',
         )
-
-
-def _warn(message: str) -> None:
-    """Warns, naming the line that called into the package."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)

@@ -9,6 +9,7 @@ import optax
 
 from qstate.numerics import Storage, key_words
 from qstate.numerics import storage as recipe
+from qstate.precision import NarrowParametersWatch
 from qstate.state import (
     Average,
     Every,
@@ -101,7 +102,10 @@ def quantize_state(
             "qstate.theory.reset_period(format, decay), or qstate.scale_by_adam"
         )
 
+    watch = NarrowParametersWatch()
+
     def init_fn(params) -> Any:
+        watch.look_at(params)
         found = []
 
         def store(name, field):
@@ -116,6 +120,7 @@ def quantize_state(
         return _keep(state, key_words(key), still)
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
+        watch.warn()
         stored, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_average)
         read = treedef.unflatten(dequantize_average(s) if is_average(s) else s for s in stored)
         gradients = updates
