@@ -16,6 +16,7 @@ from qstate.numerics import (
     UE4M4,
     ULINEAR4,
     Block,
+    Delayed,
     NoScale,
     PerTensor,
     Rank1,
@@ -23,6 +24,17 @@ from qstate.numerics import (
     storage,
 )
 from qstate.optimizers import adam, adamw
+from qstate.precision import (
+    Fp8Scales,
+    explain_nonfinite,
+    fp8_cast,
+    fp32_island,
+    loss_scale,
+    master_params,
+    stochastic_round_params,
+    with_loss_scale,
+    with_master_weights,
+)
 from qstate.report import dequantize, describe, nbytes, stall_fraction
 from qstate.state import adaptive, every
 from qstate.transforms import quantize_state, scale_by_adam

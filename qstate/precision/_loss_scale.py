@@ -1,0 +1,254 @@
+"""Loss scaling around an optimizer: unscale, look for infinity and NaN, then step or skip whole."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jmp
+import optax
+from jax import lax
+
+from qstate.precision._advice import advise_on_loss_scale
+from qstate.precision._master_weights import MasterWeightsState
+from qstate.precision._narrow_parameters import (
+    NarrowParametersWatch,
+    call_off_warnings,
+    is_narrow,
+)
+from qstate.precision._scaler import LARGEST_SCALE, Scaler, scaler_of
+from qstate.precision._stochastic_params import StochasticRoundParamsState
+from qstate.state import check_dtype, is_average, register_with_flax
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`."""
+
+    inner_state: Any
+    scaler: Scaler  # the scale, float32[], and clean steps since it moved, int32[]
+    notfinite_count: jax.Array  # int32[], steps skipped in a row
+    total_notfinite: jax.Array  # int32[], steps skipped in all
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: jmp.LossScale,
+    *,
+    max_loss_scale: float = LARGEST_SCALE,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Unscales gradients, and skips the whole step where one of them is infinite or NaN.
+
+    .. math::
+       g = \frac{1}{S} \nabla (S L) \text{ in float32}, \qquad
+       (u, s) \leftarrow \begin{cases}
+         \mathrm{inner}(g, s) & \text{if all of } g \text{ is finite} \\
+         (0, s) & \text{else}
+       \end{cases}
+
+    and the scale :math:`S` halves where a step was skipped, and doubles after so many clean steps
+    (the numbers are those of the `jmp.DynamicLossScale`), as in `torch.amp.GradScaler`. A skipped
+    step changes nothing else: no average, count, schedule, key, weight decay or accumulator of
+    ``inner``. What has to see unscaled gradients, a clip above all, belongs inside.
+
+    Args:
+      inner: the optimizer, or a chain of all that sees unscaled gradients.
+      loss_scale: `jmp.DynamicLossScale`, `jmp.StaticLossScale`, or `jmp.NoOpLossScale` for the mere
+        guard, which is what bfloat16 and float32 need.
+      max_loss_scale: where a dynamic scale stops growing; by default at 2^126.
+      axis_name: names of mapped axes over which gradients are split, under `jax.pmap` or
+        `jax.shard_map` without ``check_vma``. Elsewhere every shard is looked at anyway.
+
+    Returns:
+      A `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      TypeError: if ``loss_scale`` is none of jmp's, or (in ``update``) if the state was cast.
+      ValueError: for a scale, factor, period or minimum that cannot work.
+
+    State:
+      ``LossScaleState``: that of ``inner`` and four scalars. No second copy of the inner state is
+      made by a step, skipped or not.
+
+    Numerics:
+      Gradients reach ``inner`` in float32, and its averages are float32 also where parameters have
+      16 bits. Updates come out in what ``inner`` computes, mostly float32; those of a skipped step
+      are -0.0, which leaves every number as it is, -0.0 too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp, optax, qstate
+      >>> tx = qstate.with_loss_scale(
+      ...     optax.chain(optax.clip_by_global_norm(1.0), qstate.adamw(1e-3)),
+      ...     jmp.DynamicLossScale(jnp.float32(2**15)))
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = tx.init(params)
+      >>> def loss(params, state):
+      ...     return qstate.loss_scale(state).scale(jnp.sum(params["w"] ** 2))
+      >>> grads = jax.grad(loss)(params, state)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> infinite = {"w": jnp.full((64, 128), jnp.inf)}
+      >>> _, state = tx.update(infinite, state, params)
+      >>> float(qstate.loss_scale(state).loss_scale), int(state.total_notfinite)
+      (16384.0, 1)
+
+    References:
+      Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018
+    """
+    inner = optax.with_extra_args_support(inner)
+    scaler_of(loss_scale, max_loss_scale)  # refuses early what init would
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    watch = NarrowParametersWatch()
+
+    def init_fn(params) -> Any:
+        register_with_flax(Scaler, ("value", "counter"))
+        inner_state = _in_wide_dtypes(inner.init, params)
+        call_off_warnings()  # of inner: this one says it
+        if not _carries_rounding(inner_state):
+            watch.look_at(params)
+        zero = jnp.zeros([], jnp.int32)
+        return LossScaleState(inner_state, scaler_of(loss_scale, max_loss_scale), zero, zero)
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        watch.warn()
+        check_dtype("the loss scale", state.scaler.value, jnp.float32)
+        finite = _all_finite(state.scaler.unscale(updates), axes)
+
+        def commit(scaled, inner_state):
+            # Unscaled once more: handed in, all of them would be in memory in float32.
+            gradients = state.scaler.unscale(scaled)
+            updates, new = inner.update(gradients, inner_state, params, **extra_args)
+            return updates, _cast_like(new, inner_state)
+
+        updates, inner_state = _commit_or_skip(finite, commit, updates, state.inner_state)
+        count, total = state.notfinite_count, state.total_notfinite
+        return updates, LossScaleState(
+            inner_state,
+            state.scaler.adjust(finite),
+            jnp.where(finite, jnp.zeros_like(count), optax.safe_increment(count)),
+            jnp.where(finite, total, optax.safe_increment(total)),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def loss_scale(opt_state: Any) -> jmp.LossScale:
+    """The jmp loss scale in an optimizer's state, to scale a loss with.
+
+    Args:
+      opt_state: the state of `with_loss_scale`, or any state that holds one.
+
+    Returns:
+      A `jmp.DynamicLossScale`, `jmp.StaticLossScale` or `jmp.NoOpLossScale`, its numbers in
+      float32. To move it is the optimizer's business: ``adjust`` is not called.
+
+    Raises:
+      ValueError: where there is none, or more than one.
+
+    Warns:
+      Where links of a chain come before the loss scale and so see scaled gradients. Outside of
+      `jax.jit`, where it waits for the numbers: where the scale is as small as it may be and every
+      step is skipped.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp, optax, qstate
+      >>> tx = qstate.with_loss_scale(optax.sgd(0.1), jmp.DynamicLossScale(jnp.float32(2**15)))
+      >>> scale = qstate.loss_scale(tx.init(jnp.ones(3)))
+      >>> float(scale.scale(jnp.float32(2.0)))
+      65536.0
+    """
+    state = loss_scale_state(opt_state)
+    advise_on_loss_scale(opt_state, state)
+    return state.scaler.as_jmp()
+
+
+def loss_scale_state(opt_state: Any) -> LossScaleState:
+    """The one `LossScaleState` in a state."""
+    is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    if len(found) != 1:
+        held = "no loss scale" if not found else f"{len(found)} loss scales"
+        raise ValueError(
+            f"the state holds {held}; a loss has one: wrap the whole optimizer, "
+            "qstate.with_loss_scale(tx, jmp.DynamicLossScale(jnp.float32(2.0**15))), and pass "
+            "its state"
+        )
+    return found[0]
+
+
+def _all_finite(gradients: Any, axes: tuple[str, ...]) -> jax.Array:
+    """Whether every number of every leaf on every shard is finite, bool[]."""
+    finite = jnp.array(True)
+    for g in jax.tree.leaves(gradients):
+        if jnp.issubdtype(jnp.result_type(g), jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(g))
+    # Inside of shard_map a flag may differ between shards; its type says over which axes.
+    axes = tuple(sorted({*axes, *jax.typeof(finite).manual_axis_type.varying}))
+    return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
+
+
+def _commit_or_skip(
+    finite: jax.Array, commit: Callable[..., Any], gradients: Any, inner_state: Any
+) -> Any:
+    """``commit(gradients, inner_state)``, or updates that change nothing and the state as it is.
+
+    The choice is a branch, not a select: the state is updated in place, and nothing that a bad
+    gradient led to is computed.
+    """
+    shapes, _ = jax.eval_shape(commit, gradients, inner_state)
+
+    def skip(gradients, inner_state):
+        del gradients
+        return jax.tree.map(_nothing, shapes), inner_state
+
+    if isinstance(finite, jax.core.Tracer):
+        return lax.cond(finite, commit, skip, gradients, inner_state)
+    # Outside of a trace a branch would be compiled anew in every step.
+    return (commit if finite else skip)(gradients, inner_state)
+
+
+def _nothing(update: Any) -> jax.Array:
+    """An update that leaves every number as it is: -0.0 + -0.0 is -0.0."""
+    zero = -0.0 if jnp.issubdtype(update.dtype, jnp.inexact) else 0
+    return jnp.full_like(update, zero)
+
+
+def _in_wide_dtypes(init: Callable[[Any], Any], params: Any) -> Any:
+    """An inner state in the dtypes that it has for float32 parameters.
+
+    The inner transformation is given float32 gradients, so what it keeps would become float32 in
+    the first step. Parts that treat narrow parameters on purpose stay as they are.
+    """
+    state = init(params)
+    if not any(is_narrow(leaf) for leaf in jax.tree.leaves(params)):
+        return state
+    wide = jax.eval_shape(
+        lambda params: init(
+            jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else p, params)
+        ),
+        params,
+    )
+    return jax.tree.map(
+        lambda s, w: s if _is_whole(s) else s.astype(w.dtype), state, wide, is_leaf=_is_whole
+    )
+
+
+def _is_whole(node: Any) -> bool:
+    return is_average(node) or isinstance(node, MasterWeightsState)
+
+
+def _carries_rounding(state: Any) -> bool:
+    """Whether a state has something that keeps what 16-bit parameters round away."""
+    kinds = (MasterWeightsState, StochasticRoundParamsState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    return any(isinstance(node, kinds) for node in nodes)
+
+
+def _cast_like(new: Any, old: Any) -> Any:
+    """A new inner state in the dtypes of the old one, so that both branches agree."""
+
+    def cast(n, o):
+        dtype = jnp.result_type(o)
+        return n if jnp.result_type(n) == dtype else jnp.asarray(n).astype(dtype)
+
+    return jax.tree.map(cast, new, old)

@@ -1,0 +1,205 @@
+"""Weights in 16 bits for the forward pass, and in float32 for the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from qstate.precision._landing import same_bits, sum_of, update_to
+from qstate.precision._narrow_parameters import is_narrow
+from qstate.precision._remainder import REMAINDER_BITS, join, remainder_of, split
+from qstate.state import check_dtype
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `with_master_weights`.
+
+    What is kept is named after its layout, so that a checkpoint of another one does not fit.
+    """
+
+    inner_state: Any
+    master: dict[str, Any]  # {"float32" | "remainder16" | "remainder8": a tree like the parameters}
+
+
+def with_master_weights(
+    inner: optax.GradientTransformation, remainder: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Lets an optimizer step in float32 while the parameters have 16 bits.
+
+    .. math::
+       w \leftarrow w + \mathrm{inner}(g, w), \qquad
+       p \leftarrow \mathrm{cast}_{16}(w)
+
+    The optimizer sees float32 gradients and the float32 weights :math:`w`, also for weight decay;
+    the update that comes out makes `optax.apply_updates` end exactly on the cast. Parameters that
+    are float32 already are their own master weights and take no memory.
+
+    Args:
+      inner: the optimizer.
+      remainder: None to keep :math:`w` in float32; 16 or 8 to keep what the cast left out of it in
+        so many bits, beside the parameter itself.
+
+    Returns:
+      A `optax.GradientTransformationExtraArgs`. Its ``update`` needs ``params``.
+
+    Raises:
+      ValueError: for another ``remainder``, for parameters in 8 bits, or (in ``update``) without
+        ``params``, or with ones of another dtype than in ``init``.
+      TypeError: in ``update``, if the state was cast to another dtype.
+
+    State:
+      ``MasterWeightsState``: that of ``inner``, for float32 weights. Bytes a 16-bit parameter, with
+      the parameter itself: 6 in float32, 4 with a remainder of 16 bits, 3 with one of 8.
+
+    Numerics:
+      A remainder of 16 bits beside bfloat16 is float32 to the last bit, and casts exact ties away
+      from zero. One of 8 bits is within 2^-16, rounded to nearest. Beside float16, 16 bits hold all
+      of a float32 number between 2^-17 and 65520, 8 bits are within 2^-19 above 2^-14; below, they
+      have steps of 2^-40 and 2^-32. If a weight falls by more than some 2^16 in one step, float32
+      has no update that would end on its cast: the weight then takes the nearest value that has
+      one, which differs by less than the last bit of what the weight was.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, qstate
+      >>> tx = qstate.with_master_weights(optax.sgd(1.0))
+      >>> params = jnp.ones(3, jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> for _ in range(4):
+      ...     updates, state = tx.update(jnp.full(3, 0.001, jnp.bfloat16), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params[0].item(), round(qstate.master_params(state)[0].item(), 4)
+      (0.99609375, 0.996)
+
+    References:
+      Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018
+    """
+    if remainder is not None and remainder not in REMAINDER_BITS:
+        raise ValueError(
+            f"remainder is None (float32 master weights), 16 or 8 bits; got {remainder!r}"
+        )
+    inner = optax.with_extra_args_support(inner)
+    name = "float32" if remainder is None else f"remainder{remainder}"
+
+    def init_fn(params) -> Any:
+        _refuse_eight_bits(params)
+
+        def kept(p):
+            if not is_narrow(p):
+                return None
+            w = p.astype(jnp.float32)
+            return w if remainder is None else remainder_of(w, p, remainder)
+
+        inner_state = inner.init(jax.tree.map(_wide, params))
+        return MasterWeightsState(inner_state, {name: jax.tree.map(kept, params)})
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        if params is None:
+            raise ValueError(
+                "with_master_weights needs the parameters: tx.update(grads, state, params)"
+            )
+        weights = _weights(state, params)
+        updates = jax.tree.map(_wide, updates)
+        updates, inner_state = inner.update(updates, state.inner_state, weights, **extra_args)
+        treedef = jax.tree.structure(params)
+        columns = [treedef.flatten_up_to(tree) for tree in (params, weights, updates)]
+        emitted, kept = [], []
+        for p, w, u in zip(*columns, strict=True):
+            if is_narrow(p):
+                u, k = _step(p, w, u, remainder)
+            else:
+                k = None
+            emitted.append(u)
+            kept.append(k)
+        state = MasterWeightsState(inner_state, {name: treedef.unflatten(kept)})
+        return treedef.unflatten(emitted), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def master_params(opt_state: Any, params: Any = None) -> Any:
+    """The float32 weights in an optimizer's state.
+
+    Args:
+      opt_state: the state of `with_master_weights`, or any state that holds one.
+      params: the parameters that belong to it. Needed where weights are kept as remainders, and
+        where some parameters are float32 and so their own master weights.
+
+    Returns:
+      A tree like the parameters, float32 in place of 16 bits.
+
+    Raises:
+      ValueError: where there are no master weights, or the parameters are needed.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, qstate
+      >>> tx = qstate.with_master_weights(optax.sgd(0.1), remainder=16)
+      >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
+      >>> qstate.master_params(tx.init(params), params)["w"].dtype
+      dtype('float32')
+    """
+    is_state = lambda node: isinstance(node, MasterWeightsState)  # noqa: E731
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    if len(found) != 1:
+        held = "no master weights" if not found else f"{len(found)} sets of master weights"
+        raise ValueError(
+            f"the state holds {held}: pass the state of qstate.with_master_weights(tx)"
+        )
+    if params is not None:
+        return _weights(found[0], params)
+    ((name, tree),) = found[0].master.items()
+    if name != "float32" or any(w is None for w in jax.tree.leaves(tree, is_leaf=_is_none)):
+        what = "only what 16 bits leave out" if name != "float32" else "no copy of float32 ones"
+        raise ValueError(
+            f"the state holds {what} of the weights: qstate.master_params(opt_state, params)"
+        )
+    return tree
+
+
+def _step(p: jax.Array, w: jax.Array, u: jax.Array, remainder: int | None) -> tuple[Any, Any]:
+    """One weight's step: what is emitted, and what is kept."""
+    u = u.astype(jnp.float32)
+    w = jnp.where(u == 0, w, w + u)  # a weight of -0.0 stays what it is
+    target = w.astype(p.dtype) if remainder is None else split(w, p.dtype, remainder)[0]
+    emitted = update_to(p, target)
+    landed, total = sum_of(p, emitted)
+    w = jnp.where(same_bits(landed, target) | jnp.isnan(w), w, total)
+    return emitted, w if remainder is None else remainder_of(w, landed, remainder)
+
+
+def _weights(state: MasterWeightsState, params: Any) -> Any:
+    """The float32 weights that a state and the parameters stand for."""
+    ((name, tree),) = state.master.items()
+    dtype = {"float32": jnp.float32, "remainder16": jnp.int16, "remainder8": jnp.int8}[name]
+
+    def weight(path, p, kept):
+        if not is_narrow(p):
+            return p
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        if kept is None:
+            raise ValueError(
+                f"the state has no master weights for {where!r}, which is {p.dtype}: initialise it "
+                "with parameters in the dtypes that they are trained in"
+            )
+        check_dtype(f"the master weight of {where!r}", kept, dtype)
+        return kept if name == "float32" else join(p, kept)
+
+    return jax.tree_util.tree_map_with_path(weight, params, tree)
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.float32) if is_narrow(x) else x
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _refuse_eight_bits(params: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if is_narrow(leaf) and leaf.dtype not in (jnp.bfloat16, jnp.float16):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"{name!r} is {leaf.dtype}; master weights are kept for bfloat16 and float16 "
+                "parameters: cast it, params.astype(jnp.bfloat16)"
+            )
