@@ -48,6 +48,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--rounding", choices=ROUNDINGS, help="instead of the rounding of each storage's recipe"
     )
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="a jmp policy for all but the float32 run, such as "
+        "params=bfloat16,compute=bfloat16,output=float32; 16-bit parameters get master weights",
+    )
+    parser.add_argument(
+        "--loss-scale",
+        default="none",
+        metavar="SCALE",
+        help="none, dynamic or a number, for all but the float32 run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--remainder",
+        type=int,
+        choices=(16, 8),
+        help="keep master weights as 16-bit parameters and so many bits (default: in float32)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture, such as a .png")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and curves")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -67,12 +85,14 @@ def run(args: argparse.Namespace) -> int:
 
     from qstate.cli._data import DataError, load_corpus
     from qstate.cli._model import ModelConfig
+    from qstate.cli._precision import parse_precision
     from qstate.cli._report import draw, print_report, summarize, write_json
     from qstate.cli._train import TrainConfig, train
 
     config, model_config = TrainConfig(steps=args.steps, seed=args.seed), ModelConfig()
     names = list(dict.fromkeys([REFERENCE, *(args.storage or DEFAULT_STORAGES)]))
     try:
+        precision = parse_precision(args.policy, args.loss_scale, args.remainder)
         corpus = load_corpus(args.data, min_bytes=8 * (config.sequence_length + 1))
         storages = {name: _storages(name, args.rounding) for name in names}
         transforms = {name: _optimizer(name, storages[name], args.reset, config) for name in names}
@@ -81,18 +101,20 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     with _Progress(config.steps, args.quiet) as progress:
-        runs = train(corpus, transforms, config, model_config, progress.advance)
+        precisions = {name: precision for name in names if name != REFERENCE}
+        runs = train(corpus, transforms, config, model_config, progress.advance, precisions)
     seconds = time.perf_counter() - start
     rows = [
         summarize(name, run, runs[REFERENCE], storages[name], config) for name, run in runs.items()
     ]
-    print_report(rows, config, corpus.source, seconds)
+    print_report(rows, config, corpus.source, seconds, precision)
     if args.json:
         write_json(
             args.json,
             rows,
             source=corpus.source,
             reset=args.reset,
+            precision=precision,
             config=config,
             model_config=model_config,
         )

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import qstate
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -33,6 +35,7 @@ class ModelConfig:
         return self.width // self.heads
 
 
+@qstate.fp32_island
 def rotary_embedding(x: jax.Array, base: float) -> jax.Array:
     """Rotates pairs of features by angles that grow with the position (RoPE, arXiv:2104.09864).
 
@@ -47,22 +50,31 @@ def rotary_embedding(x: jax.Array, base: float) -> jax.Array:
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies  # [time, half]
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, computed in float32."""
+    """x / rms(x) * scale: a mean of squares, so computed in float32."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         self.scale = nnx.Param(jnp.ones(width))
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(x.dtype)
+        return _root_mean_square_norm(x, self.scale[...], self.epsilon)
+
+
+@qstate.fp32_island
+def _root_mean_square_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + epsilon) * scale
+
+
+def _causal_softmax(scores: jax.Array) -> jax.Array:
+    time = scores.shape[-1]
+    causal = jnp.tril(jnp.ones((time, time), bool))
+    return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
@@ -94,9 +106,8 @@ class Attention(nnx.Module):
         value = self.value(x).reshape(heads)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
         scores = scores / math.sqrt(self.config.head_width)
-        causal = jnp.tril(jnp.ones((time, time), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(x.dtype), value)
+        weights = qstate.fp32_island(_causal_softmax, output_dtype=x.dtype)(scores)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.output(mixed.reshape(batch, time, width))
 
 
@@ -127,7 +138,10 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Bytes [batch, time] to float32 logits of the next byte [batch, time, vocabulary]."""
+    """Bytes [batch, time] to logits of the next byte [batch, time, vocabulary].
+
+    It computes in the dtype of its parameters, but for what fails in 16 bits.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Embed(
@@ -144,4 +158,4 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens.astype(jnp.int32))
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        return self.head(self.norm(x))

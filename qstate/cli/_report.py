@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ import jax
 
 import qstate
 from qstate.cli._model import ModelConfig
-from qstate.cli._train import Run, TrainConfig
+from qstate.cli._precision import Precision
+from qstate.cli._train import Run, TrainConfig, find_adam_state, skipped_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +41,9 @@ class Row:
     """Validation loss over that of fp32."""
     bytes_per_parameter: float
     """Of both moments together."""
+    weight_bytes_per_parameter: float
+    """Of a parameter and its master weight."""
+    skipped_steps: int
     stalled_m: float
     stalled_v: float
     predicted_v: float
@@ -70,6 +74,8 @@ def summarize(
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     loss, seconds = run.validation_losses[-1], run.median_seconds()
     mu_storage, nu_storage = storage
+    moments = qstate.nbytes(find_adam_state(run.opt_state))
+    held = qstate.nbytes((run.params, run.opt_state))
     # The stalled fraction grows while v fills up: predict it for the ages it was measured at.
     ages = [max(1, round(math.log1p(-mass) / math.log(config.b2))) for mass in run.masses]
     predicted = [
@@ -83,7 +89,9 @@ def summarize(
         parameters=parameters,
         validation_loss=loss,
         difference=loss - reference.validation_losses[-1],
-        bytes_per_parameter=qstate.nbytes(run.opt_state) / parameters,
+        bytes_per_parameter=moments / parameters,
+        weight_bytes_per_parameter=(held - moments) / parameters,
+        skipped_steps=skipped_steps(run.opt_state),
         stalled_m=run.mean_stalled("mu"),
         stalled_v=run.mean_stalled("nu"),
         predicted_v=sum(predicted) / len(predicted),
@@ -95,36 +103,38 @@ def summarize(
     )
 
 
-def print_report(rows: Sequence[Row], config: TrainConfig, source: str, seconds: float) -> None:
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "held-out\nloss": lambda row: f"{row.validation_loss:.4f}",
+    "over\nfp32": lambda row: f"{row.difference:+.4f}",
+    "bytes/\nparam": lambda row: f"{row.bytes_per_parameter:.2f}",
+    "stalled\nm": lambda row: f"{row.stalled_m:.1%}",
+    "stalled\nv": lambda row: f"{row.stalled_v:.1%}",
+    "theory\nv": lambda row: f"{row.predicted_v:.1%}",
+    "bias\nof v": lambda row: "-" if row.bias_v is None else f"{row.bias_v:+.1%}",
+    "time a\nstep": lambda row: f"{row.time_ratio:.2f} x",
+}
+# What mixed precision adds takes the place of two others: a terminal has 80 columns.
+_MIXED_COLUMNS = {
+    **{name: text for name, text in _COLUMNS.items() if name not in ("stalled\nm", "theory\nv")},
+    "bytes/\nweight": lambda row: f"{row.weight_bytes_per_parameter:.2f}",
+    "steps\nskipped": lambda row: str(row.skipped_steps),
+}
+
+
+def print_report(
+    rows: Sequence[Row], config: TrainConfig, source: str, seconds: float, precision: Precision
+) -> None:
     """Prints the table and how to read it."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("\nstorage", no_wrap=True)
-    for heading in (
-        "held-out\nloss",
-        "over\nfp32",
-        "bytes/\nparam",
-        "stalled\nm",
-        "stalled\nv",
-        "theory\nv",
-        "bias\nof v",
-        "time a\nstep",
-    ):
+    columns = _MIXED_COLUMNS if precision.mixed else _COLUMNS
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row.storage,
-            f"{row.validation_loss:.4f}",
-            f"{row.difference:+.4f}",
-            f"{row.bytes_per_parameter:.2f}",
-            f"{row.stalled_m:.1%}",
-            f"{row.stalled_v:.1%}",
-            f"{row.predicted_v:.1%}",
-            "-" if row.bias_v is None else f"{row.bias_v:+.1%}",
-            f"{row.time_ratio:.2f} x",
-        )
+        table.add_row(row.storage, *(text(row) for text in columns.values()))
     console = Console(highlight=False, markup=False)
     console.width = min(console.width, 100)
     console.print(
@@ -133,19 +143,25 @@ def print_report(rows: Sequence[Row], config: TrainConfig, source: str, seconds:
         f"{rows[0].seconds_per_step * 1e3:.0f} ms.\n"
     )
     console.print(table)
-    console.print("\n" + _guide(config))
+    console.print("\n" + _guide(config, precision))
 
 
-def _guide(config: TrainConfig) -> str:
+def _guide(config: TrainConfig, precision: Precision) -> str:
     measured = min(config.stall_steps, config.steps)
+    theory = "Theory: its closed form for v at that age. "
+    mixed = (
+        f"\n\nAll but the fp32 run: {precision}. Bytes a weight: the parameter and its master "
+        "weight. Steps skipped: those with infinite or NaN gradients."
+    )
     return (
         "Loss: nats a byte of held-out text; differences of 0.02 are within what another --seed "
         "changes. Stalled: the share of stored numbers that a step left as they were, in the last "
-        f"{measured} steps; in fp32 these belong to bytes that never occurred. Theory: its closed "
-        "form for v at that age. Bias: the sum of the stored v against a float32 average of the "
-        "same squared gradients. Near zero, v is right in the mean however much of it stalls, "
-        "which is what stochastic rounding is for; far from zero, as with --rounding nearest, the "
-        "optimizer divides by a wrong number."
+        f"{measured} steps; in fp32 these belong to bytes that never occurred. "
+        + ("" if precision.mixed else theory)
+        + "Bias: the sum of the stored v against a float32 average of the same squared gradients. "
+        "Near zero, v is right in the mean however much of it stalls, which is what stochastic "
+        "rounding is for; far from zero, as with --rounding nearest, the optimizer divides by a "
+        "wrong number." + (mixed if precision.mixed else "")
     )
 
 
@@ -155,6 +171,7 @@ def write_json(
     *,
     source: str,
     reset: str,
+    precision: Precision,
     config: TrainConfig,
     model_config: ModelConfig,
 ) -> None:
@@ -162,6 +179,7 @@ def write_json(
     report = {
         "data": source,
         "reset": reset,
+        "precision": str(precision),
         "model": dataclasses.asdict(model_config),
         "training": dataclasses.asdict(config),
         "validation_steps": config.validation_steps(),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 from flax import nnx
@@ -20,6 +21,7 @@ from flax import nnx
 import qstate
 from qstate.cli._data import Corpus, sample_windows, spaced_windows
 from qstate.cli._model import Decoder, ModelConfig
+from qstate.cli._precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,7 @@ def train(
     config: TrainConfig,
     model_config: ModelConfig,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, losses: None,
+    precisions: Mapping[str, Precision] | None = None,
 ) -> dict[str, Run]:
     """Trains with each of the transformations, interleaved.
 
@@ -91,16 +94,22 @@ def train(
       config: steps, batches, learning rate.
       model_config: sizes of the model.
       on_step: called after each step with its number and every storage's training loss.
+      precisions: name of a storage to the precision of its run; float32 where it has none.
 
     Returns:
       What was measured, per storage.
     """
     graph, params = nnx.split(Decoder(model_config, rngs=nnx.Rngs(config.seed)))
-    loss = _loss_function(graph)
-    evaluate, advance_shadow = jax.jit(loss), jax.jit(_advance_average, static_argnums=2)
+    advance_shadow = jax.jit(_advance_average, static_argnums=2)
     measure_stalls = jax.jit(qstate.stall_fraction)
-    steps = {name: _make_step(loss, tx, config.clip_norm) for name, tx in transforms.items()}
-    runs = {name: _start(tx, params) for name, tx in transforms.items()}
+    steps, losses, runs = {}, {}, {}
+    for name, tx in transforms.items():
+        precision = (precisions or {}).get(name, Precision())
+        loss = _loss_function(graph, precision)
+        losses[name] = jax.jit(loss)
+        whole = precision.wrap(optax.chain(optax.clip_by_global_norm(config.clip_norm), tx))
+        steps[name] = _make_step(loss, whole, config.clip_norm, precision)
+        runs[name] = _start(whole, precision.policy.cast_to_param(params))
 
     length = config.sequence_length
     held_out = spaced_windows(corpus.validation, config.validation_windows, length)
@@ -124,34 +133,54 @@ def train(
                 run.stalled.append({moment: float(part) for moment, part in stalled.items()})
                 run.masses.append(second_moment_mass(run.opt_state, config.b2))
             if step in validation_steps:
-                run.validation_losses.append(float(evaluate(run.params, held_out)))
+                run.validation_losses.append(float(losses[name](run.params, held_out)))
         on_step(step, {name: run.training_losses[-1] for name, run in runs.items()})
     for run in runs.values():
         run.bias = second_moment_bias(run.opt_state, run.shadow, config)
     return runs
 
 
-def _loss_function(graph: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
+def _loss_function(
+    graph: nnx.GraphDef, precision: Precision
+) -> Callable[[Any, jax.Array], jax.Array]:
+    policy = precision.policy
+
     def loss(params: Any, windows: jax.Array) -> jax.Array:
         """Mean cross-entropy of the next byte, in nats; windows: uint8 [batch, time + 1]."""
-        logits = nnx.merge(graph, params)(windows[:, :-1])
+        model = nnx.merge(graph, policy.cast_to_compute(params))
+        logits = policy.cast_to_output(model(windows[:, :-1]))
         targets = windows[:, 1:].astype(jnp.int32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        return _mean_cross_entropy(logits, targets)
 
     return loss
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+_mean_cross_entropy = qstate.fp32_island(_cross_entropy, output_dtype=jnp.float32)
 
 
 def _make_step(
     loss: Callable[[Any, jax.Array], jax.Array],
     tx: optax.GradientTransformationExtraArgs,
     clip_norm: float,
+    precision: Precision,
 ) -> Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array, Any]]:
     clip = optax.clip_by_global_norm(clip_norm)
 
     def step(params: Any, opt_state: Any, windows: jax.Array) -> tuple[Any, Any, jax.Array, Any]:
-        value, grads = jax.value_and_grad(loss)(params, windows)
-        grads, _ = clip.update(grads, clip.init(params))
-        updates, opt_state = tx.update(grads, opt_state, params)
+        scale = precision.scale_in(opt_state)
+
+        def scaled_loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            value = loss(params, windows)
+            return scale.scale(value), value
+
+        scaled, value = jax.grad(scaled_loss, has_aux=True)(params)
+        updates, opt_state = tx.update(scaled, opt_state, params)
+        # The gradients as they reach the averages, for the shadow.
+        grads, _ = clip.update(scale.unscale(jmp.cast_to_full(scaled)), clip.init(params))
         return optax.apply_updates(params, updates), opt_state, value, grads
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -159,11 +188,13 @@ def _make_step(
 
 def _start(tx: optax.GradientTransformationExtraArgs, params: Any) -> Run:
     params = jax.tree.map(jnp.copy, params)  # each run donates its own
-    return Run(params, jax.jit(tx.init)(params), jax.tree.map(jnp.zeros_like, params))
+    shadow = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return Run(params, jax.jit(tx.init)(params), shadow)
 
 
 def _advance_average(average: Any, grads: Any, decay: float) -> Any:
-    return jax.tree.map(lambda v, g: decay * v + (1 - decay) * jnp.square(g), average, grads)
+    new = jax.tree.map(lambda v, g: decay * v + (1 - decay) * jnp.square(g), average, grads)
+    return jmp.select_tree(jmp.all_finite(grads), new, average)  # a skipped step does not count
 
 
 def find_adam_state(opt_state: Any) -> Any:
@@ -174,6 +205,11 @@ def find_adam_state(opt_state: Any) -> Any:
         found = (find_adam_state(inner) for inner in opt_state)
         return next((state for state in found if state is not None), None)
     return None
+
+
+def skipped_steps(opt_state: Any) -> int:
+    """How many steps a loss scale's guard has skipped; 0 without one."""
+    return int(getattr(opt_state, "total_notfinite", 0))
 
 
 def second_moment_mass(opt_state: Any, b2: float) -> float:
@@ -202,5 +238,5 @@ def second_moment_bias(opt_state: Any, shadow: Any, config: TrainConfig) -> floa
     stored_mass = second_moment_mass(opt_state, config.b2)
     if exact_sum == 0 or stored_mass == 0:
         return None
-    shadow_mass = 1 - config.b2**config.steps
+    shadow_mass = 1 - config.b2 ** (config.steps - skipped_steps(opt_state))
     return float(stored_sum / stored_mass / (exact_sum / shadow_mass)) - 1
