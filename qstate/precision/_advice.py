@@ -15,8 +15,8 @@ SKIPPED_IN_A_ROW = 5
 """So many skipped steps in a row, at a scale that cannot fall further, are no probing any more."""
 
 
-def advise_on_loss_scale(opt_state: Any, state: Any) -> None:
-    """Warns of what can be seen in a state.
+def advise_on_order(opt_state: Any, state: Any) -> None:
+    """Warns of links that see scaled gradients.
 
     Args:
       opt_state: the whole state.
@@ -30,10 +30,20 @@ def advise_on_loss_scale(opt_state: Any, state: Any) -> None:
             "there is one at max_norm / scale. Unscale first: qstate.with_loss_scale("
             "optax.chain(optax.clip_by_global_norm(1.0), ...), loss_scale)."
         )
-    if isinstance(state.notfinite_count, jax.core.Tracer):
+
+
+def advise_on_floor(opt_state: Any, state: Any, numbers: Any) -> None:
+    """Warns of a scale that can fall no further while every step is skipped.
+
+    Args:
+      opt_state: the whole state.
+      state: the `LossScaleState` in it.
+      numbers: the same, with plain arrays; nothing is said of traced ones.
+    """
+    if isinstance(numbers.notfinite_count, jax.core.Tracer):
         return
-    skipped, scale = jax.device_get((state.notfinite_count, state.scaler.value))
-    settings = state.scaler.settings
+    skipped, scale = jax.device_get((numbers.notfinite_count, numbers.scaler.value))
+    settings = numbers.scaler.settings
     stuck = settings.kind != "dynamic" or scale <= settings.smallest
     if stuck and skipped >= SKIPPED_IN_A_ROW:
         warn(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qstate.precision._advice import SKIPPED_IN_A_ROW
-from qstate.precision._loss_scale import LossScaleState
+from qstate.precision._loss_scale import find_loss_scales, plain
 
 
 class NonfiniteLeaf(NamedTuple):
@@ -123,7 +123,7 @@ def explain_nonfinite(
             "the gradients from the jitted step, or call it where a step was skipped"
         )
     leaves, inspected = _nonfinite_leaves(grads)
-    state = _loss_scale_state(opt_state)
+    state = next(map(plain, find_loss_scales(opt_state)), None)
     scale = None if state is None else float(state.scaler.value)
     skipped = None if state is None else int(state.notfinite_count)
     if state is not None and state.scaler.settings.kind == "none":
@@ -160,9 +160,3 @@ def _nonfinite_leaves(tree: Any) -> tuple[list[NonfiniteLeaf], int]:
             dtype = str(jnp.result_type(leaf))
             found.append(NonfiniteLeaf(name, dtype, int(np.size(leaf)), infinite, nan))
     return found, inspected
-
-
-def _loss_scale_state(opt_state: Any) -> Any:
-    is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_state)
-    return next((node for node in nodes if is_state(node)), None)

@@ -10,7 +10,7 @@ import jmp
 import optax
 from jax import lax
 
-from qstate.precision._advice import advise_on_loss_scale
+from qstate.precision._advice import advise_on_floor, advise_on_order
 from qstate.precision._master_weights import MasterWeightsState
 from qstate.precision._narrow_parameters import (
     NarrowParametersWatch,
@@ -157,15 +157,7 @@ def loss_scale(opt_state: Any) -> jmp.LossScale:
       >>> float(scale.scale(jnp.float32(2.0)))
       65536.0
     """
-    state = loss_scale_state(opt_state)
-    advise_on_loss_scale(opt_state, state)
-    return state.scaler.as_jmp()
-
-
-def loss_scale_state(opt_state: Any) -> LossScaleState:
-    """The one `LossScaleState` in a state."""
-    is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    found = find_loss_scales(opt_state)
     if len(found) != 1:
         held = "no loss scale" if not found else f"{len(found)} loss scales"
         raise ValueError(
@@ -173,7 +165,24 @@ def loss_scale_state(opt_state: Any) -> LossScaleState:
             "qstate.with_loss_scale(tx, jmp.DynamicLossScale(jnp.float32(2.0**15))), and pass "
             "its state"
         )
-    return found[0]
+    state = plain(found[0])
+    advise_on_order(opt_state, found[0])
+    advise_on_floor(opt_state, found[0], state)
+    return state.scaler.as_jmp()
+
+
+def find_loss_scales(opt_state: Any) -> list[LossScaleState]:
+    """Every `LossScaleState` in a state."""
+    is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+
+
+def plain(state: LossScaleState) -> LossScaleState:
+    """A state whose numbers are arrays, also where `flax.nnx` holds each in an object."""
+    numbers = jax.tree.leaves((state.scaler, state.notfinite_count, state.total_notfinite))
+    value, counter, count, total = numbers
+    scaler = Scaler(value, counter, state.scaler.settings)
+    return LossScaleState(state.inner_state, scaler, count, total)
 
 
 def _all_finite(gradients: Any, axes: tuple[str, ...]) -> jax.Array:

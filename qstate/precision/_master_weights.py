@@ -184,7 +184,10 @@ def _weights(state: MasterWeightsState, params: Any) -> Any:
         check_dtype(f"the master weight of {where!r}", kept, dtype)
         return kept if name == "float32" else join(p, kept)
 
-    return jax.tree_util.tree_map_with_path(weight, params, tree)
+    # Leaf by leaf: `flax.nnx` holds the arrays of parameters and of a state in unlike nodes.
+    pairs, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_none)
+    kept = jax.tree.leaves(tree, is_leaf=_is_none)
+    return treedef.unflatten(weight(*pair, k) for pair, k in zip(pairs, kept, strict=True))
 
 
 def _wide(x: Any) -> Any:
