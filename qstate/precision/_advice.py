@@ -63,23 +63,29 @@ _POISONED = (
 
 
 def _links_before(node: Any, state: Any) -> int:
-    """How many links of chains come before the loss scale."""
-    if node is state or not isinstance(node, tuple):
+    """How many links of chains come before the loss scale.
+
+    A chain's state is a plain tuple. That of `optax.named_chain` is a mapping, whose order is lost
+    on the way through `jax.jit`: there it cannot be seen.
+    """
+    index, child = _way_to(node, state)
+    if child is None:
         return 0
-    for index, child in enumerate(node):
-        if _holds(child, state):
-            is_chain = type(node) is tuple  # a NamedTuple is one transformation's state
-            return (index if is_chain else 0) + _links_before(child, state)
-    return 0
+    return (index if type(node) is tuple else 0) + _links_before(child, state)
 
 
 def _accumulates_outside(node: Any, state: Any) -> bool:
-    if node is state or not isinstance(node, tuple):
+    _, child = _way_to(node, state)
+    if child is None:
         return False
-    inner = next((child for child in node if _holds(child, state)), None)
-    return hasattr(node, "acc_grads") or _accumulates_outside(inner, state)
+    return hasattr(node, "acc_grads") or _accumulates_outside(child, state)
 
 
-def _holds(node: Any, state: Any) -> bool:
-    """Whether a state is a node or part of it."""
-    return any(found is state for found in jax.tree.leaves(node, is_leaf=lambda n: n is state))
+def _way_to(node: Any, state: Any) -> tuple[int, Any]:
+    """The child of a node that is a state or holds it, and its place; None at the state itself."""
+    if node is not state:
+        for index, child in enumerate(jax.tree.leaves(node, is_leaf=lambda n: n is not node)):
+            below = jax.tree.leaves(child, is_leaf=lambda n: n is state)
+            if any(found is state for found in below):
+                return index, child
+    return 0, None

@@ -28,4 +28,13 @@ def sum_of(param: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     """Whether 16-bit numbers are the same. As bits, so that XLA cannot leave out the cast to 16."""
-    return lax.bitcast_convert_type(a, jnp.uint16) == lax.bitcast_convert_type(b, jnp.uint16)
+    return _bits(a) == _bits(b)
+
+
+def equal(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The same, or two zeros: no update leads from 0.0 to -0.0."""
+    return same_bits(a, b) | ((_bits(a) | _bits(b)) & 0x7FFF == 0)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint16)

@@ -19,7 +19,7 @@ from qstate.precision._narrow_parameters import (
 )
 from qstate.precision._scaler import LARGEST_SCALE, Scaler, scaler_of
 from qstate.precision._stochastic_params import StochasticRoundParamsState
-from qstate.state import check_dtype, is_average, register_with_flax
+from qstate.state import check_dtype, filled, is_average, register_with_flax
 
 
 class LossScaleState(NamedTuple):
@@ -102,12 +102,16 @@ def with_loss_scale(
 
     def init_fn(params) -> Any:
         register_with_flax(Scaler, ("value", "counter"))
-        inner_state = _in_wide_dtypes(inner.init, params)
+        inner_state = _init_wide(inner.init, params)
         call_off_warnings()  # of inner: this one says it
         if not _carries_rounding(inner_state):
             watch.look_at(params)
-        zero = jnp.zeros([], jnp.int32)
-        return LossScaleState(inner_state, scaler_of(loss_scale, max_loss_scale), zero, zero)
+        return LossScaleState(
+            inner_state,
+            scaler_of(loss_scale, max_loss_scale),
+            notfinite_count=jnp.zeros([], jnp.int32),
+            total_notfinite=jnp.zeros([], jnp.int32),
+        )
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         watch.warn()
@@ -174,7 +178,8 @@ def loss_scale(opt_state: Any) -> jmp.LossScale:
 def find_loss_scales(opt_state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in a state."""
     is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
-    return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    return found + [inner for node in found for inner in find_loss_scales(node.inner_state)]
 
 
 def plain(state: LossScaleState) -> LossScaleState:
@@ -219,11 +224,11 @@ def _commit_or_skip(
 def _nothing(update: Any) -> jax.Array:
     """An update that leaves every number as it is: -0.0 + -0.0 is -0.0."""
     zero = -0.0 if jnp.issubdtype(update.dtype, jnp.inexact) else 0
-    return jnp.full_like(update, zero)
+    return filled(update, zero)
 
 
-def _in_wide_dtypes(init: Callable[[Any], Any], params: Any) -> Any:
-    """An inner state in the dtypes that it has for float32 parameters.
+def _init_wide(init: Callable[[Any], Any], params: Any) -> Any:
+    """An inner state as it is for float32 parameters.
 
     The inner transformation is given float32 gradients, so what it keeps would become float32 in
     the first step. Parts that treat narrow parameters on purpose stay as they are.
@@ -231,15 +236,8 @@ def _in_wide_dtypes(init: Callable[[Any], Any], params: Any) -> Any:
     state = init(params)
     if not any(is_narrow(leaf) for leaf in jax.tree.leaves(params)):
         return state
-    wide = jax.eval_shape(
-        lambda params: init(
-            jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else p, params)
-        ),
-        params,
-    )
-    return jax.tree.map(
-        lambda s, w: s if _is_whole(s) else s.astype(w.dtype), state, wide, is_leaf=_is_whole
-    )
+    wide = init(jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else p, params))
+    return jax.tree.map(lambda s, w: s if _is_whole(s) else w, state, wide, is_leaf=_is_whole)
 
 
 def _is_whole(node: Any) -> bool:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qstate.precision._landing import same_bits, sum_of, update_to
+from qstate.precision._landing import equal, sum_of, update_to
 from qstate.precision._narrow_parameters import is_narrow
 from qstate.precision._remainder import REMAINDER_BITS, join, remainder_of, split
 from qstate.state import check_dtype
@@ -19,7 +19,7 @@ class MasterWeightsState(NamedTuple):
     """
 
     inner_state: Any
-    master: dict[str, Any]  # {"float32" | "remainder16" | "remainder8": a tree like the parameters}
+    master: dict[str, Any]  # {"float32" or such as "bfloat16_remainder8": a tree of the parameters}
 
 
 def with_master_weights(
@@ -79,26 +79,24 @@ def with_master_weights(
             f"remainder is None (float32 master weights), 16 or 8 bits; got {remainder!r}"
         )
     inner = optax.with_extra_args_support(inner)
-    name = "float32" if remainder is None else f"remainder{remainder}"
 
     def init_fn(params) -> Any:
         _refuse_eight_bits(params)
-
-        def kept(p):
-            if not is_narrow(p):
-                return None
-            w = p.astype(jnp.float32)
-            return w if remainder is None else remainder_of(w, p, remainder)
-
-        inner_state = inner.init(jax.tree.map(_wide, params))
-        return MasterWeightsState(inner_state, {name: jax.tree.map(kept, params)})
+        leaves, treedef = jax.tree.flatten(params)
+        wide = [_wide(p) for p in leaves]
+        kept = [
+            _kept(p, w, remainder) if is_narrow(p) else None
+            for p, w in zip(leaves, wide, strict=True)
+        ]
+        inner_state = inner.init(treedef.unflatten(wide))
+        return MasterWeightsState(inner_state, _named(leaves, kept, treedef, remainder))
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         if params is None:
             raise ValueError(
                 "with_master_weights needs the parameters: tx.update(grads, state, params)"
             )
-        weights = _weights(state, params)
+        weights = _weights(state, params, remainder)
         updates = jax.tree.map(_wide, updates)
         updates, inner_state = inner.update(updates, state.inner_state, weights, **extra_args)
         treedef = jax.tree.structure(params)
@@ -111,8 +109,8 @@ def with_master_weights(
                 k = None
             emitted.append(u)
             kept.append(k)
-        state = MasterWeightsState(inner_state, {name: treedef.unflatten(kept)})
-        return treedef.unflatten(emitted), state
+        master = _named(columns[0], kept, treedef, remainder)
+        return treedef.unflatten(emitted), MasterWeightsState(inner_state, master)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -146,10 +144,10 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
             f"the state holds {held}: pass the state of qstate.with_master_weights(tx)"
         )
     if params is not None:
-        return _weights(found[0], params)
-    ((name, tree),) = found[0].master.items()
-    if name != "float32" or any(w is None for w in jax.tree.leaves(tree, is_leaf=_is_none)):
-        what = "only what 16 bits leave out" if name != "float32" else "no copy of float32 ones"
+        return _weights(found[0], params, _remainder_in(found[0]))
+    tree = found[0].master.get("float32")
+    if tree is None or any(w is None for w in jax.tree.leaves(tree, is_leaf=_is_none)):
+        what = "only what 16 bits leave out" if tree is None else "no copy of float32 ones"
         raise ValueError(
             f"the state holds {what} of the weights: qstate.master_params(opt_state, params)"
         )
@@ -163,31 +161,65 @@ def _step(p: jax.Array, w: jax.Array, u: jax.Array, remainder: int | None) -> tu
     target = w.astype(p.dtype) if remainder is None else split(w, p.dtype, remainder)[0]
     emitted = update_to(p, target)
     landed, total = sum_of(p, emitted)
-    w = jnp.where(same_bits(landed, target) | jnp.isnan(w), w, total)
+    w = jnp.where(equal(landed, target) | jnp.isnan(w), w, total)
     return emitted, w if remainder is None else remainder_of(w, landed, remainder)
 
 
-def _weights(state: MasterWeightsState, params: Any) -> Any:
+def _named(leaves: list[Any], kept: list[Any], treedef: Any, remainder: int | None) -> Any:
+    """What is kept, a tree for every layout that occurs."""
+    names = {_layout(p.dtype, remainder) for p in leaves if is_narrow(p)}
+    return {
+        name: treedef.unflatten(
+            k if is_narrow(p) and _layout(p.dtype, remainder) == name else None
+            for p, k in zip(leaves, kept, strict=True)
+        )
+        for name in sorted(names)
+    }
+
+
+def _kept(p: jax.Array, w: jax.Array, remainder: int | None) -> jax.Array:
+    """What is kept of a weight beside the parameter that it was cast to."""
+    if remainder is not None:
+        return remainder_of(w, p, remainder)
+    return jnp.array(w, copy=True)  # the inner state may hold it too, and be donated
+
+
+def _layout(dtype: Any, remainder: int | None) -> str:
+    """A name for what has to agree for a kept weight to be read."""
+    return "float32" if remainder is None else f"{dtype}_remainder{remainder}"
+
+
+def _weights(state: MasterWeightsState, params: Any, remainder: int | None) -> Any:
     """The float32 weights that a state and the parameters stand for."""
-    ((name, tree),) = state.master.items()
-    dtype = {"float32": jnp.float32, "remainder16": jnp.int16, "remainder8": jnp.int8}[name]
-
-    def weight(path, p, kept):
-        if not is_narrow(p):
-            return p
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
-        if kept is None:
-            raise ValueError(
-                f"the state has no master weights for {where!r}, which is {p.dtype}: initialise it "
-                "with parameters in the dtypes that they are trained in"
-            )
-        check_dtype(f"the master weight of {where!r}", kept, dtype)
-        return kept if name == "float32" else join(p, kept)
-
     # Leaf by leaf: `flax.nnx` holds the arrays of parameters and of a state in unlike nodes.
     pairs, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_none)
-    kept = jax.tree.leaves(tree, is_leaf=_is_none)
-    return treedef.unflatten(weight(*pair, k) for pair, k in zip(pairs, kept, strict=True))
+    trees = {name: jax.tree.leaves(tree, is_leaf=_is_none) for name, tree in state.master.items()}
+
+    def weight(i, path, p):
+        held = {name: leaves[i] for name, leaves in trees.items() if leaves[i] is not None}
+        name = _layout(p.dtype, remainder) if is_narrow(p) else None
+        if set(held) != ({name} - {None}):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"the state holds {', '.join(held) or 'no master weights'} for {where!r}, which is "
+                f"{p.dtype}: initialise it with parameters in the dtypes that they are trained in"
+            )
+        if name is None:
+            return p
+        dtype = {None: jnp.float32, 16: jnp.int16, 8: jnp.int8}[remainder]
+        check_dtype(f"a master weight ({name})", held[name], dtype)
+        return held[name] if remainder is None else join(p, held[name])
+
+    return treedef.unflatten(
+        p if p is None else weight(i, path, p) for i, (path, p) in enumerate(pairs)
+    )
+
+
+def _remainder_in(state: MasterWeightsState) -> int | None:
+    """How many bits a state's remainders have, None where it holds float32 weights."""
+    return next(
+        (b for b in REMAINDER_BITS for n in state.master if n.endswith(f"remainder{b}")), None
+    )
 
 
 def _wide(x: Any) -> Any:

@@ -69,7 +69,10 @@ def remainder_of(x: jax.Array, param: jax.Array, bits: int) -> jax.Array:
     Returns:
       int8 or int16.
     """
-    distance = _place(x, param.dtype, bits) - (_magnitude_code(param) << 16)
+    place = _place(x, param.dtype, bits)
+    # On the other side of zero the place is negative.
+    other_side = _bits_of(x) ^ _bits_of(param.astype(jnp.float32)) < 0
+    distance = jnp.where(other_side, -place, place) - (_magnitude_code(param) << 16)
     info = jnp.iinfo(_DTYPES[bits])
     return jnp.clip(distance >> (16 - bits), info.min, info.max).astype(_DTYPES[bits])
 
@@ -89,9 +92,10 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     place = (_magnitude_code(param) << 16) + (remainder.astype(jnp.int32) << missing_bits)
     if missing_bits:
         place += jnp.where(remainder == -(1 << 7), _tie_moved_by(param.dtype), 0)
-    magnitude = _magnitude_at(place, param.dtype)
-    sign = (lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32) >> 15) << 31
-    x = lax.bitcast_convert_type(magnitude | sign, jnp.float32)
+    magnitude = _magnitude_at(jnp.abs(place), param.dtype)
+    code = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
+    negative = (code >> 15) ^ (place < 0)
+    x = lax.bitcast_convert_type(magnitude | (negative << 31), jnp.float32)
     return jnp.where(jnp.isnan(param), jnp.nan, x).astype(jnp.float32)
 
 

@@ -12,7 +12,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jmp
+import numpy as np
 from jax import lax
+
+from qstate.precision._narrow_parameters import is_narrow
 
 LARGEST_SCALE = 2.0**126
 """The largest power of two whose reciprocal is a normal float32, which no machine flushes."""
@@ -57,10 +60,7 @@ class Scaler:
         if self.settings.kind == "none":
             return jax.tree.map(_in_float32, gradients)
         inverse = 1 / self.value
-        return jax.tree.map(
-            lambda g: _in_float32(g) * inverse if _is_float(g) else g,
-            gradients,
-        )
+        return jax.tree.map(lambda g: _in_float32(g) * inverse if _is_inexact(g) else g, gradients)
 
     def adjust(self, finite: jax.Array) -> "Scaler":
         """The scale after a step.
@@ -100,7 +100,7 @@ class Scaler:
             counter=self.counter,
             period=s.period,
             factor=s.factor,  # pyright: ignore[reportArgumentType]
-            min_loss_scale=jnp.float32(s.smallest),
+            min_loss_scale=np.float32(s.smallest),  # pyright: ignore[reportArgumentType]
         )
 
 
@@ -121,7 +121,7 @@ def scaler_of(loss_scale: jmp.LossScale, largest: float) -> Scaler:
             "dynamic",
             int(loss_scale.period),
             float(loss_scale.factor),
-            float(loss_scale.min_loss_scale),
+            float(np.float32(loss_scale.min_loss_scale)),  # as the scale is compared with it
             float(largest),
         )
         return _checked(loss_scale.loss_scale, loss_scale.counter, settings)
@@ -132,7 +132,10 @@ def scaler_of(loss_scale: jmp.LossScale, largest: float) -> Scaler:
 
 
 def _scaler(value: Any, counter: Any, settings: ScalerSettings) -> Scaler:
-    return Scaler(jnp.asarray(value, jnp.float32), jnp.asarray(counter, jnp.int32), settings)
+    # Copies: the state may be donated, and the caller's own arrays must not go with it.
+    return Scaler(
+        jnp.array(value, jnp.float32, copy=True), jnp.array(counter, jnp.int32, copy=True), settings
+    )
 
 
 def _checked(value: Any, counter: Any, settings: ScalerSettings) -> Scaler:
@@ -147,6 +150,11 @@ def _checked(value: Any, counter: Any, settings: ScalerSettings) -> Scaler:
                 f"the smallest loss scale ({s.smallest:g}) must be positive and at most the "
                 f"largest ({s.largest:g})"
             )
+    if not s.largest <= LARGEST_SCALE:
+        raise ValueError(
+            f"max_loss_scale is 2^126 at most, whose reciprocal is a normal float32; got "
+            f"{s.largest:g}"
+        )
     if not isinstance(value, jax.core.Tracer):
         number = float(value)
         if not (math.isfinite(number) and number > 0):
@@ -163,10 +171,9 @@ def _checked(value: Any, counter: Any, settings: ScalerSettings) -> Scaler:
     return _scaler(value, counter, settings)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _in_float32(x: Any) -> Any:
-    narrow = _is_float(x) and jnp.finfo(jnp.result_type(x)).bits < 32
-    return lax.convert_element_type(x, jnp.float32) if narrow else x
+    return lax.convert_element_type(x, jnp.float32) if is_narrow(x) else x

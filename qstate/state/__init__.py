@@ -11,6 +11,7 @@ from qstate.state._average import (
     zeros,
 )
 from qstate.state._damage import check_dtype
+from qstate.state._filled import filled
 from qstate.state._reset import (
     Adaptive,
     Every,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qstate.numerics import Rank1, Scales, Storage, decode, encode, encode_unpacked, packed
+from qstate.state._filled import filled
 from qstate.state._reset import Adaptive, Every, Monitor
 from qstate.state._serialization import register_with_flax
 
@@ -121,7 +122,7 @@ def zeros(
             blank = _blank(leaf, storage)
         elif has_average(leaf) or (others and leaf is not None):
             dtype = jnp.float32 if has_average(leaf) else leaf.dtype
-            blank = jnp.zeros_like(jax.eval_shape(lambda x: x, leaf), dtype), None
+            blank = filled(jax.eval_shape(lambda x, dtype=dtype: x.astype(dtype), leaf), 0), None
         else:
             _refuse_complex(path, leaf)
             blank = None, None
@@ -229,5 +230,4 @@ def _name(path) -> str:
 def _blank(leaf: Any, storage: Storage) -> tuple[jax.Array, Scales]:
     """What zeros are encoded as, without encoding them: all codes and scales are 0."""
     blank = jax.eval_shape(lambda x: encode(x, storage, key=0), leaf)
-    # Alike in partition too, where the type says how (on a mesh of explicit axes).
-    return jax.tree.map(jnp.zeros_like, blank)
+    return jax.tree.map(lambda struct: filled(struct, 0), blank)

@@ -28,6 +28,7 @@ from qstate.state._average import (
     write,
 )
 from qstate.state._damage import check_average
+from qstate.state._filled import filled
 from qstate.state._reset import Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
@@ -140,7 +141,7 @@ class _Gate:
         self._passed, result = lax.cond(
             self._passed > 0,
             lambda passed: (passed + 1, step(*operands)),
-            lambda passed: (passed, jax.tree.map(jnp.zeros_like, result)),
+            lambda passed: (passed, jax.tree.map(lambda r: filled(r, 0), result)),
             self._passed,
         )
         return result
