@@ -25,9 +25,9 @@ def advise_on_order(opt_state: Any, state: Any) -> None:
     before = _links_before(opt_state, state)
     if before and state.scaler.settings.kind != "none":
         warn(
-            f"{before} link{'s' * (before > 1)} of the chain come{'s' * (before == 1)} before "
-            "with_loss_scale and see gradients that are still multiplied by the loss scale: a clip "
-            "there is one at max_norm / scale. Unscale first: qstate.with_loss_scale("
+            f"{before} link{'s' * (before > 1)} of the chain before with_loss_scale: gradients are "
+            "still multiplied by the loss scale there, so that a clip is one at max_norm / scale. "
+            "Unscale first: qstate.with_loss_scale("
             "optax.chain(optax.clip_by_global_norm(1.0), ...), loss_scale)."
         )
 

@@ -43,7 +43,7 @@ class NonfiniteReport(NamedTuple):
     advice: str
 
     def __str__(self) -> str:
-        scale = "" if self.scale is None else f", loss scale {self.scale:g}"
+        scale = "" if self.scale is None else f", loss scale {_readable(self.scale)}"
         skipped = "" if not self.skipped else f", {self.skipped} steps skipped in a row"
         head = f"{len(self.leaves)} of {self.inspected} leaves are not finite{scale}{skipped}"
         cells = [("leaf", "dtype", "elements", "inf", "NaN")]
@@ -147,6 +147,12 @@ def _cause(leaves: list[NonfiniteLeaf], state: Any, skipped: int, loss: Any, par
     return "overflow" if half or static else "mathematics"
 
 
+def _readable(scale: float) -> str:
+    """A scale as a number, or as a power of two where it has many digits."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 and scale >= 1e6 else f"{scale:g}"
+
+
 def _nonfinite_leaves(tree: Any) -> tuple[list[NonfiniteLeaf], int]:
     found, inspected = [], 0
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -156,7 +162,7 @@ def _nonfinite_leaves(tree: Any) -> tuple[list[NonfiniteLeaf], int]:
         counts = jax.device_get((jnp.sum(jnp.isinf(leaf)), jnp.sum(jnp.isnan(leaf))))
         infinite, nan = (int(count) for count in counts)
         if infinite or nan:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
             dtype = str(jnp.result_type(leaf))
             found.append(NonfiniteLeaf(name, dtype, int(np.size(leaf)), infinite, nan))
     return found, inspected
