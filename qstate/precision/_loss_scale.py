@@ -16,6 +16,7 @@ from qstate.precision._narrow_parameters import (
     NarrowParametersWatch,
     call_off_warnings,
     is_narrow,
+    waiting_warnings,
 )
 from qstate.precision._scaler import LARGEST_SCALE, Scaler, scaler_of
 from qstate.precision._stochastic_params import StochasticRoundParamsState
@@ -102,8 +103,9 @@ def with_loss_scale(
 
     def init_fn(params) -> Any:
         register_with_flax(Scaler, ("value", "counter"))
+        of_others = waiting_warnings()
         inner_state = _init_wide(inner.init, params)
-        call_off_warnings()  # of inner: this one says it
+        call_off_warnings(but=of_others)  # those of inner: this one says it
         if not _carries_rounding(inner_state):
             watch.look_at(params)
         return LossScaleState(

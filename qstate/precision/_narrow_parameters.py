@@ -5,6 +5,7 @@ initialised: the link that rounds comes last. So a warning waits for the first u
 link may call it off until then.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,10 +51,20 @@ class NarrowParametersWatch:
             _waiting.remove(self)
 
 
-def call_off_warnings() -> None:
-    """What was initialised up to now is followed by something that carries the rounding."""
-    for watch in list(_waiting):
-        watch._call_off()
+def waiting_warnings() -> list[NarrowParametersWatch]:
+    """The warnings that wait for a first update."""
+    return list(_waiting)
+
+
+def call_off_warnings(but: Sequence[NarrowParametersWatch] = ()) -> None:
+    """What was initialised up to now is followed by something that carries the rounding.
+
+    Args:
+      but: warnings to leave waiting.
+    """
+    for watch in waiting_warnings():
+        if watch not in but:
+            watch._call_off()
 
 
 def _message(name: str, dtype: Any) -> str:
