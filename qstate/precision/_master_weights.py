@@ -45,7 +45,8 @@ def with_master_weights(
 
     Raises:
       ValueError: for another ``remainder``, for parameters in 8 bits, or (in ``update``) without
-        ``params``, or with ones of another dtype than in ``init``.
+        ``params``, or with ones whose dtype is not that in ``init``, where what is kept depends on
+        it.
       TypeError: in ``update``, if the state was cast to another dtype.
 
     State:
@@ -55,10 +56,11 @@ def with_master_weights(
     Numerics:
       A remainder of 16 bits beside bfloat16 is float32 to the last bit, and casts exact ties away
       from zero. One of 8 bits is within 2^-16, rounded to nearest. Beside float16, 16 bits hold all
-      of a float32 number between 2^-17 and 65520, 8 bits are within 2^-19 above 2^-14; below, they
-      have steps of 2^-40 and 2^-32. If a weight falls by more than some 2^16 in one step, float32
-      has no update that would end on its cast: the weight then takes the nearest value that has
-      one, which differs by less than the last bit of what the weight was.
+      of a float32 number between 2^-16 and 65520, 8 bits are within 2^-19 above 2^-14; below, they
+      have steps of 2^-40 and 2^-32. If a weight falls by more than some 2^16 in one step (2^13 in
+      float16), float32 has no update that would end on its cast: the weight then takes the nearest
+      value that has one, which differs by less than the last bit of what the weight was. A float16
+      parameter whose weight passes 65504 is infinite, and no update leads back.
 
     Example:
       >>> import jax.numpy as jnp, optax, qstate
@@ -74,7 +76,7 @@ def with_master_weights(
     References:
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018
     """
-    if remainder is not None and remainder not in REMAINDER_BITS:
+    if remainder is not None and (type(remainder) is not int or remainder not in REMAINDER_BITS):
         raise ValueError(
             f"remainder is None (float32 master weights), 16 or 8 bits; got {remainder!r}"
         )
@@ -161,7 +163,7 @@ def _step(p: jax.Array, w: jax.Array, u: jax.Array, remainder: int | None) -> tu
     target = w.astype(p.dtype) if remainder is None else split(w, p.dtype, remainder)[0]
     emitted = update_to(p, target)
     landed, total = sum_of(p, emitted)
-    w = jnp.where(equal(landed, target) | jnp.isnan(w), w, total)
+    w = jnp.where(equal(landed, target), w, total)
     return emitted, w if remainder is None else remainder_of(w, landed, remainder)
 
 

@@ -104,12 +104,9 @@ def _place(x: jax.Array, dtype: Any, bits: int) -> jax.Array:
     magnitude = _bits_of(x) & _MAGNITUDE
     infinity = _infinity(dtype) << 16
     if dtype == jnp.float16:
-        normal = jnp.maximum(magnitude, _SMALLEST_NORMAL_BITS)
-        # Not past the end, where the shift would overflow.
         end = lax.bitcast_convert_type(jnp.float32(_FLOAT16_END), jnp.int32)
-        normal = (jnp.minimum(normal, end) - (112 << 23)) << 3
-        small = jnp.minimum(jnp.abs(x), 2.0**-14)
-        subnormal = jnp.round(small * 2.0**40).astype(jnp.int32)
+        normal = (magnitude - (112 << 23)) << 3
+        subnormal = jnp.round(jnp.abs(x) * 2.0**40).astype(jnp.int32)
         place = jnp.where(magnitude < _SMALLEST_NORMAL_BITS, subnormal, normal)
         place = jnp.where(magnitude >= end, infinity, place)
     else:
@@ -122,7 +119,7 @@ def _place(x: jax.Array, dtype: Any, bits: int) -> jax.Array:
         odd = jnp.where(place & 0xFFFF == 0x7F80, 0, (place >> 8) & 1)
         rounded = jnp.minimum((place + 0x7F + odd) & ~0xFF, end - (1 << 8))
         place = jnp.where(place < infinity, rounded, place)
-    return jnp.minimum(place, infinity)
+    return place
 
 
 def _tie_moved_by(dtype: Any) -> int:

@@ -60,6 +60,14 @@ CAUSES = {
         None,
         "overflow",
     ),
+    "large-loss": (gradients(), state_of(dynamic()), jnp.float32(1e6), PARAMS, "probing"),
+    "f16-beside-f32": (
+        {**gradients(np.inf, jnp.float32), "b": jnp.full(3, jnp.inf, jnp.float16)},
+        None,
+        None,
+        None,
+        "overflow",
+    ),
     "f16-without-scale": (gradients(), None, 1.0, PARAMS, "overflow"),
     "f16-guarded": (gradients(), state_of(jmp.NoOpLossScale()), 1.0, None, "overflow"),
     "bf16": (gradients(dtype=jnp.bfloat16), None, 1.0, PARAMS, "mathematics"),
@@ -184,10 +192,11 @@ def test_the_state_is_found_inside_of_others():
 def test_inside_of_jit_there_is_nothing_to_read():
     with pytest.raises(TypeError, match=r"inside of jax\.jit: return the gradients from the"):
         jax.jit(lambda g: qstate.explain_nonfinite(g).inspected)(gradients())
-    with pytest.raises(TypeError, match=r"inside of jax\.jit"):
-        jax.jit(lambda loss: qstate.explain_nonfinite(gradients(), loss=loss).inspected)(1.0)
+    outside = gradients()
+    with pytest.raises(TypeError, match=r"inside of jax\.jit: return the gradients from the"):
+        jax.jit(lambda loss: qstate.explain_nonfinite(outside, loss=loss).inspected)(1.0)
     with pytest.raises(TypeError):
-        jax.jit(lambda s: qstate.explain_nonfinite(gradients(), s).inspected)(state_of(dynamic()))
+        jax.jit(lambda s: qstate.explain_nonfinite(outside, s).inspected)(state_of(dynamic()))
 
 
 # Of computations that go wrong.

@@ -229,7 +229,7 @@ def skipped(tx, steps):
     return state
 
 
-@pytest.mark.parametrize("smallest", [1.0, 0.25])
+@pytest.mark.parametrize("smallest", [1.0, 0.25, 8.0])
 @pytest.mark.parametrize("steps", [4, 5, 6])
 def test_a_scale_at_its_floor_is_warned_of_after_5_steps(steps, smallest):
     tx = guarded(dynamic(smallest, min_loss_scale=jnp.float32(smallest)))
@@ -250,6 +250,8 @@ def test_a_scale_above_its_floor_is_not():
     assert float(qstate.loss_scale(skipped(tx, 5)).loss_scale) == 2.0
     (text,) = warnings_of(qstate.loss_scale, skipped(tx, 6))
     assert text.startswith("the last 6 steps")
+    tx = guarded(dynamic(2.0**4, min_loss_scale=jnp.float32(0.25)))
+    assert warnings_of(qstate.loss_scale, skipped(tx, 5)) == []
 
 
 def test_a_step_that_is_taken_ends_the_warning():
@@ -266,9 +268,10 @@ def test_a_scale_that_does_not_move_is_at_its_floor(loss_scale):
     assert f"the loss scale is {float(loss_scale.loss_scale):g}, " in text
 
 
-def test_an_accumulator_around_the_scale_is_named():
+@pytest.mark.parametrize("around", [lambda tx: tx, optax.chain], ids=["outermost", "in-a-chain"])
+def test_an_accumulator_around_the_scale_is_named(around):
     """Which stays NaN once an infinity was in it."""
-    tx = accumulated(guarded(dynamic(8.0)))
+    tx = around(accumulated(guarded(dynamic(8.0))))
     state = tx.init(PARAMS)
     update = jax.jit(tx.update)
     for g in [BAD] + [PARAMS] * 17:

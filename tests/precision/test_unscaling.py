@@ -133,8 +133,9 @@ def test_one_number_of_any_leaf_is_found(dtype, bad):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
 def test_the_largest_number_is_finite(dtype):
+    """And so are two whose sum is not."""
     largest = jnp.finfo(dtype).max
-    _, state = seen(jnp.asarray([largest, -largest, 0.0], dtype))
+    _, state = seen(jnp.asarray([largest, largest, -largest, 0.0], dtype), dynamic(1.0))
     assert int(state.total_notfinite) == 0
 
 
