@@ -75,7 +75,8 @@ def with_loss_scale(
     Numerics:
       Gradients reach ``inner`` in float32, and its averages are float32 also where parameters have
       16 bits. Updates come out in what ``inner`` computes, mostly float32; those of a skipped step
-      are -0.0, which leaves every number as it is, -0.0 too.
+      are -0.0, which leaves every number as it is, -0.0 too (but for subnormal ones, which CPUs
+      flush to zero when anything is added).
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp, optax, qstate

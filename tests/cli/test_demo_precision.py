@@ -37,7 +37,9 @@ def run(tmp_path, *arguments):
     ("arguments", "bytes_a_weight"),
     [
         pytest.param(["--policy", BF16], 6, id="bf16"),
-        pytest.param(["--policy", BF16, "--remainder", "8"], 3, id="bf16-remainder"),
+        pytest.param(
+            ["--policy", BF16, "--remainder", "8"], 3, id="bf16-remainder", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["--policy", "params=float32,compute=float16,output=float32"],
             4,
@@ -66,6 +68,7 @@ def test_it_stays_within_noise_of_float32(tiny, tmp_path, capsys, arguments, byt
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_is_seen_in_the_skipped_steps(tiny, tmp_path, capsys):
     report = run(
         tmp_path,
