@@ -70,8 +70,8 @@ def call_off_warnings(but: Sequence[NarrowParametersWatch] = ()) -> None:
 def _message(name: str, dtype: Any) -> str:
     precision = -jnp.finfo(dtype).nmant - 1
     return (
-        f"parameters in {jnp.finfo(dtype).bits} bits: {name!r} is {dtype}, so an update of less than 2^{precision} of a "
-        "weight changes nothing, and training stands still once the steps are that small. Keep "
-        "float32 weights beside it, qstate.with_master_weights(tx), or round its updates "
-        "stochastically, optax.chain(tx, qstate.stochastic_round_params(key))."
+        f"parameters in {jnp.finfo(dtype).bits} bits: {name!r} is {dtype}, so an update of less "
+        f"than 2^{precision} of a weight changes nothing, and training stands still once the "
+        "steps are that small. Keep float32 weights beside it, qstate.with_master_weights(tx), or "
+        "round its updates stochastically, optax.chain(tx, qstate.stochastic_round_params(key))."
     )
