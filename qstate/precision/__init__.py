@@ -1,5 +1,6 @@
 """Mixed precision around a step: loss scales, skipped steps, master and rounded weights."""
 
+from qstate.precision._dtypes import is_narrow
 from qstate.precision._explain import NonfiniteReport, explain_nonfinite
 from qstate.precision._fp8 import Fp8Scales, fp8_cast
 from qstate.precision._islands import fp32_island

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from qstate.precision._advice import SKIPPED_IN_A_ROW
+from qstate.precision._dtypes import is_inexact
 from qstate.precision._loss_scale import find_loss_scales, plain
+from qstate.report import aligned
+from qstate.state import path_name
 
 
 class NonfiniteLeaf(NamedTuple):
@@ -48,14 +51,8 @@ class NonfiniteReport(NamedTuple):
         head = f"{len(self.leaves)} of {self.inspected} leaves are not finite{scale}{skipped}"
         cells = [("leaf", "dtype", "elements", "inf", "NaN")]
         cells += [(n, d, f"{e:,}", f"{i:,}", f"{k:,}") for n, d, e, i, k in self.leaves]
-        widths = [max(len(row[column]) for row in cells) for column in range(5)]
-        rows = [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  "
-            + "  ".join(f"{text:>{width}}" for text, width in zip(row[2:], widths[2:], strict=True))
-            for row in cells
-        ]
-        rule = "-" * len(rows[0])
-        table = [rows[0], rule, *rows[1:]] if self.leaves else []
+        lines = aligned(cells, texts=2)
+        table = [lines[0], "-" * len(lines[0]), *lines[1:]] if self.leaves else []
         return "\n".join([head, *table, f"{self.cause}: {self.advice}"])
 
 
@@ -156,13 +153,13 @@ def _readable(scale: float) -> str:
 def _nonfinite_leaves(tree: Any) -> tuple[list[NonfiniteLeaf], int]:
     found, inspected = [], 0
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if not is_inexact(leaf):
             continue
         inspected += 1
         counts = jax.device_get((jnp.sum(jnp.isinf(leaf)), jnp.sum(jnp.isnan(leaf))))
         infinite, nan = (int(count) for count in counts)
         if infinite or nan:
-            name = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
+            name = path_name(path) or "(the array)"
             dtype = str(jnp.result_type(leaf))
             found.append(NonfiniteLeaf(name, dtype, int(np.size(leaf)), infinite, nan))
     return found, inspected

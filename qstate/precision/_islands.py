@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qstate.precision._narrow_parameters import is_narrow
+from qstate.precision._dtypes import is_narrow
 
 F = TypeVar("F", bound=Callable[..., Any])
 

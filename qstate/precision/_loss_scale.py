@@ -11,11 +11,12 @@ import optax
 from jax import lax
 
 from qstate.precision._advice import advise_on_floor, advise_on_order
+from qstate.precision._dtypes import in_float32, is_inexact, is_narrow
+from qstate.precision._find import find
 from qstate.precision._master_weights import MasterWeightsState
 from qstate.precision._narrow_parameters import (
     NarrowParametersWatch,
     call_off_warnings,
-    is_narrow,
     waiting_warnings,
 )
 from qstate.precision._scaler import LARGEST_SCALE, Scaler, scaler_of
@@ -180,8 +181,7 @@ def loss_scale(opt_state: Any) -> jmp.LossScale:
 
 def find_loss_scales(opt_state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in a state."""
-    is_state = lambda node: isinstance(node, LossScaleState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    found = find(opt_state, LossScaleState)
     return found + [inner for node in found for inner in find_loss_scales(node.inner_state)]
 
 
@@ -197,7 +197,7 @@ def _all_finite(gradients: Any, axes: tuple[str, ...]) -> jax.Array:
     """Whether every number of every leaf on every shard is finite, bool[]."""
     finite = jnp.array(True)
     for g in jax.tree.leaves(gradients):
-        if jnp.issubdtype(jnp.result_type(g), jnp.inexact):
+        if is_inexact(g):
             finite &= jnp.all(jnp.isfinite(g))
     # Inside of shard_map a flag may differ between shards; its type says over which axes.
     axes = tuple(sorted({*axes, *jax.typeof(finite).manual_axis_type.varying}))
@@ -239,7 +239,7 @@ def _init_wide(init: Callable[[Any], Any], params: Any) -> Any:
     state = init(params)
     if not any(is_narrow(leaf) for leaf in jax.tree.leaves(params)):
         return state
-    wide = init(jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else p, params))
+    wide = init(jax.tree.map(in_float32, params))
     return jax.tree.map(lambda s, w: s if _is_whole(s) else w, state, wide, is_leaf=_is_whole)
 
 
@@ -249,9 +249,7 @@ def _is_whole(node: Any) -> bool:
 
 def _carries_rounding(state: Any) -> bool:
     """Whether a state has something that keeps what 16-bit parameters round away."""
-    kinds = (MasterWeightsState, StochasticRoundParamsState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    return bool(find(state, MasterWeightsState) or find(state, StochasticRoundParamsState))
 
 
 def _cast_like(new: Any, old: Any) -> Any:

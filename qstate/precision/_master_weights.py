@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qstate.precision._dtypes import in_float32, is_narrow
+from qstate.precision._find import find
 from qstate.precision._landing import equal, sum_of, update_to
-from qstate.precision._narrow_parameters import is_narrow
 from qstate.precision._remainder import REMAINDER_BITS, join, remainder_of, split
-from qstate.state import check_dtype
+from qstate.state import check_dtype, path_name
 
 
 class MasterWeightsState(NamedTuple):
@@ -85,7 +86,7 @@ def with_master_weights(
     def init_fn(params) -> Any:
         _refuse_eight_bits(params)
         leaves, treedef = jax.tree.flatten(params)
-        wide = [_wide(p) for p in leaves]
+        wide = [in_float32(p) for p in leaves]
         kept = [
             _kept(p, w, remainder) if is_narrow(p) else None
             for p, w in zip(leaves, wide, strict=True)
@@ -99,7 +100,7 @@ def with_master_weights(
                 "with_master_weights needs the parameters: tx.update(grads, state, params)"
             )
         weights = _weights(state, params, remainder)
-        updates = jax.tree.map(_wide, updates)
+        updates = jax.tree.map(in_float32, updates)
         updates, inner_state = inner.update(updates, state.inner_state, weights, **extra_args)
         treedef = jax.tree.structure(params)
         columns = [treedef.flatten_up_to(tree) for tree in (params, weights, updates)]
@@ -138,8 +139,7 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
       >>> qstate.master_params(tx.init(params), params)["w"].dtype
       dtype('float32')
     """
-    is_state = lambda node: isinstance(node, MasterWeightsState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    found = find(opt_state, MasterWeightsState)
     if len(found) != 1:
         held = "no master weights" if not found else f"{len(found)} sets of master weights"
         raise ValueError(
@@ -201,10 +201,10 @@ def _weights(state: MasterWeightsState, params: Any, remainder: int | None) -> A
         held = {name: leaves[i] for name, leaves in trees.items() if leaves[i] is not None}
         name = _layout(p.dtype, remainder) if is_narrow(p) else None
         if set(held) != ({name} - {None}):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"the state holds {', '.join(held) or 'no master weights'} for {where!r}, which is "
-                f"{p.dtype}: initialise it with parameters in the dtypes that they are trained in"
+                f"the state holds {', '.join(held) or 'no master weights'} for "
+                f"{path_name(path)!r}, which is {p.dtype}: initialise it with parameters in the "
+                "dtypes that they are trained in"
             )
         if name is None:
             return p
@@ -224,10 +224,6 @@ def _remainder_in(state: MasterWeightsState) -> int | None:
     )
 
 
-def _wide(x: Any) -> Any:
-    return x.astype(jnp.float32) if is_narrow(x) else x
-
-
 def _is_none(x: Any) -> bool:
     return x is None
 
@@ -235,8 +231,7 @@ def _is_none(x: Any) -> bool:
 def _refuse_eight_bits(params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if is_narrow(leaf) and leaf.dtype not in (jnp.bfloat16, jnp.float16):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"{name!r} is {leaf.dtype}; master weights are kept for bfloat16 and float16 "
-                "parameters: cast it, params.astype(jnp.bfloat16)"
+                f"{path_name(path)!r} is {leaf.dtype}; master weights are kept for bfloat16 and "
+                "float16 parameters: cast it, params.astype(jnp.bfloat16)"
             )

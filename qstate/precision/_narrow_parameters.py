@@ -11,15 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qstate.state import warn
+from qstate.precision._dtypes import is_narrow
+from qstate.state import path_name, warn
 
 _waiting: list["NarrowParametersWatch"] = []
-
-
-def is_narrow(leaf: Any) -> bool:
-    """Whether a parameter has a floating dtype of fewer than 32 bits."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 class NarrowParametersWatch:
@@ -33,8 +28,7 @@ class NarrowParametersWatch:
         self._call_off()
         for path, leaf in jax.tree.leaves_with_path(params):
             if is_narrow(leaf):
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                self._warning = _message(name, leaf.dtype)
+                self._warning = _message(path_name(path), leaf.dtype)
                 _waiting.append(self)
                 return
 

@@ -13,9 +13,8 @@ import jax.core
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jax import lax
 
-from qstate.precision._narrow_parameters import is_narrow
+from qstate.precision._dtypes import in_float32, is_inexact
 
 LARGEST_SCALE = 2.0**126
 """The largest power of two whose reciprocal is a normal float32, which no machine flushes."""
@@ -58,9 +57,9 @@ class Scaler:
     def unscale(self, gradients: Any) -> Any:
         """Gradients in float32, divided by the scale there."""
         if self.settings.kind == "none":
-            return jax.tree.map(_in_float32, gradients)
+            return jax.tree.map(in_float32, gradients)
         inverse = 1 / self.value
-        return jax.tree.map(lambda g: _in_float32(g) * inverse if _is_inexact(g) else g, gradients)
+        return jax.tree.map(lambda g: in_float32(g) * inverse if is_inexact(g) else g, gradients)
 
     def adjust(self, finite: jax.Array) -> "Scaler":
         """The scale after a step.
@@ -169,11 +168,3 @@ def _checked(value: Any, counter: Any, settings: ScalerSettings) -> Scaler:
                 "with_loss_scale a max_loss_scale"
             )
     return _scaler(value, counter, settings)
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def _in_float32(x: Any) -> Any:
-    return lax.convert_element_type(x, jnp.float32) if is_narrow(x) else x

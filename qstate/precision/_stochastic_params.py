@@ -17,8 +17,9 @@ from qstate.numerics import (
     random_bits,
     split_key,
 )
+from qstate.precision._dtypes import is_narrow
 from qstate.precision._landing import update_to
-from qstate.precision._narrow_parameters import call_off_warnings, is_narrow
+from qstate.precision._narrow_parameters import call_off_warnings
 
 _GRIDS = {
     jnp.dtype(jnp.bfloat16): Storage(BF16, NoScale(), "stochastic"),

@@ -2,3 +2,4 @@
 
 from qstate.report._describe import dequantize, describe, nbytes
 from qstate.report._stalls import stall_fraction
+from qstate.report._table import aligned

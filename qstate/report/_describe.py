@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qstate.state import dequantize_average, is_average, stored_leaves
+from qstate.report._table import aligned
+from qstate.state import dequantize_average, is_average, path_name, stored_leaves
 
 
 class Row(NamedTuple):
@@ -25,11 +26,7 @@ class Table(list[Row]):
         cells = [("path", "shape", "storage", "bytes")]
         cells += [(r.path, str(r.shape), r.storage, f"{r.bytes:,}") for r in self]
         cells += [("total", "", "", f"{sum(r.bytes for r in self):,}")]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        lines = [
-            f"{p:<{widths[0]}}  {s:<{widths[1]}}  {h:<{widths[2]}}  {b:>{widths[3]}}"
-            for p, s, h, b in cells
-        ]
+        lines = aligned(cells, texts=3)
         rule = "-" * len(lines[0])
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
@@ -63,7 +60,7 @@ def describe(opt_state: Any) -> Table:
     """
     rows = Table()
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=is_average):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         if is_average(node):
             rows += _average_rows(name, node)
         else:
@@ -114,7 +111,7 @@ def _average_rows(name: str, average) -> list[Row]:
     rows = []
     for (path, _), (code, scale), shape in zip(paths, leaves, average.shapes, strict=True):
         if code is not None:
-            leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+            leaf = path_name(path)
             exact = "f32" if code.dtype == jnp.float32 else str(code.dtype)
             held = exact if shape is None else str(average.storage)
             full = "/".join(part for part in (name, leaf) if part)

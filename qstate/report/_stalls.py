@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from qstate.state import Average, is_average, unchanged_share
+from qstate.state import Average, is_average, path_name, unchanged_share
 
 
 def stall_fraction(before: Any, after: Any) -> dict[str, jax.Array]:
@@ -52,8 +52,4 @@ def stall_fraction(before: Any, after: Any) -> dict[str, jax.Array]:
 def named_averages(state: Any) -> list[tuple[str, Average]]:
     """The averages in a state, with their paths."""
     pairs = jax.tree.leaves_with_path(state, is_leaf=is_average)
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), node)
-        for path, node in pairs
-        if is_average(node)
-    ]
+    return [(path_name(path), node) for path, node in pairs if is_average(node)]

@@ -6,6 +6,7 @@ from qstate.state._average import (
     dequantize_average,
     has_average,
     is_average,
+    path_name,
     small_leaf,
     stored_leaves,
     zeros,

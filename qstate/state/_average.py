@@ -212,18 +212,19 @@ def dequantize_average(average: Average) -> Any:
 def _quantized_shape(path, leaf: Any, storage: Storage, exempt: Exempt) -> tuple[int, ...] | None:
     if leaf is None or not has_average(leaf) or storage.exact or math.prod(leaf.shape) == 0:
         return None
-    return None if exempt(_name(path), leaf) else tuple(leaf.shape)
+    return None if exempt(path_name(path), leaf) else tuple(leaf.shape)
 
 
 def _refuse_complex(path, leaf: Any) -> None:
     if leaf is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise TypeError(
-            f"{_name(path)} is complex; averages are of real numbers: keep its real and imaginary "
-            "parts as two leaves, or mask it with optax.masked"
+            f"{path_name(path)} is complex; averages are of real numbers: keep its real and "
+            "imaginary parts as two leaves, or mask it with optax.masked"
         )
 
 
-def _name(path) -> str:
+def path_name(path: Any) -> str:
+    """A leaf's path as users write it: ``"layers/0/kernel"``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

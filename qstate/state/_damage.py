@@ -31,12 +31,8 @@ def check_average(average: Average) -> None:
             if has_average(codes):
                 check_dtype("an exact leaf of an average", codes, jnp.float32)
             continue
-        check_dtype(f"an average stored as {storage}", codes, _code_dtype(storage))
+        check_dtype(f"an average stored as {storage}", codes, storage.format.dtype)
         for scale in scales if isinstance(scales, tuple) else (scales,):
             if scale is not None:
                 dtype = _SCALE_DTYPES[storage.scaling.scale]
                 check_dtype(f"a scale of an average stored as {storage}", scale, dtype)
-
-
-def _code_dtype(storage: Any) -> Any:
-    return jnp.uint8 if storage.packed else storage.format.dtype

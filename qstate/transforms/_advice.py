@@ -1,9 +1,8 @@
 """What a factory checks of its arguments, and the choices it warns of."""
 
-import jax.numpy as jnp
-
 from qstate import theory
 from qstate.numerics import Storage
+from qstate.precision import is_narrow
 from qstate.state import Adaptive, Every, warn
 
 
@@ -14,10 +13,9 @@ def check_hyperparameters(**hyperparameters) -> None:
       ValueError: 0.999 in bfloat16 is 1.0, so a second moment would never move.
     """
     for name, value in hyperparameters.items():
-        dtype = getattr(value, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        if is_narrow(value):
             raise ValueError(
-                f"{name} arrives as {dtype}, in which 0.999 is 1.0; hyperparameters must be "
+                f"{name} arrives as {value.dtype}, in which 0.999 is 1.0; hyperparameters must be "
                 "float32: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
             )
 
