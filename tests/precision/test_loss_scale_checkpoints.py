@@ -1,12 +1,12 @@
 """Stop, save, restore, go on: the scale, its counter and the skipped steps as without."""
 
+import checkpointing
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import qstate
@@ -28,31 +28,7 @@ SCALES = {
 }
 
 
-def _standard(saved, target, folder):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "standard", saved)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "standard", target)
-
-
-def _manager(saved, target, folder):
-    with ocp.CheckpointManager(folder / "manager") as manager:
-        manager.save(STOP, args=ocp.args.StandardSave(saved))
-        manager.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-        return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
-
-
-def _flax_bytes(saved, target, folder):
-    (folder / "state.msgpack").write_bytes(flax.serialization.to_bytes(saved))
-    return flax.serialization.from_bytes(target, (folder / "state.msgpack").read_bytes())
-
-
-THROUGH = {
-    "StandardCheckpointer": _standard,
-    "CheckpointManager": _manager,
-    "flax.serialization": _flax_bytes,
-}
+THROUGH = {name: way for name, way in checkpointing.WAYS.items() if name != "PyTreeCheckpointer"}
 through = pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
 
 

@@ -2,12 +2,11 @@
 
 import functools
 
-import flax.serialization
+import checkpointing
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -55,43 +54,6 @@ def _assert_same_bits(tree, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-# Ways to save and restore a pair of parameters and state, given another such pair.
-
-
-def _standard(saved, target, folder):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "standard", saved)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "standard", target)
-
-
-def _manager(saved, target, folder):
-    with ocp.CheckpointManager(folder / "manager") as manager:
-        manager.save(STOP, args=ocp.args.StandardSave(saved))
-        manager.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-        return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(abstract))
-
-
-def _pytree(saved, target, folder):
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(folder / "pytree", saved)
-    restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-    return checkpointer.restore(folder / "pytree", item=target, restore_args=restore_args)
-
-
-def _flax_bytes(saved, target, folder):
-    (folder / "state.msgpack").write_bytes(flax.serialization.to_bytes(saved))
-    return flax.serialization.from_bytes(target, (folder / "state.msgpack").read_bytes())
-
-
-THROUGH = {
-    "StandardCheckpointer": _standard,
-    "CheckpointManager": _manager,
-    "PyTreeCheckpointer": _pytree,
-    "flax.serialization": _flax_bytes,
-}
-
 OPTIMIZERS = {
     "bf16": lambda: qstate.adamw(1e-2, storage="bf16"),
     "fp8-soft": lambda: qstate.adamw(1e-2, reset=qstate.every(5, kind="soft")),
@@ -119,13 +81,15 @@ def uninterrupted(request, params, go_on):
     return tx, halfway, go_on(tx, *halfway, STOP, STEPS)
 
 
-@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
+@pytest.mark.parametrize("through", checkpointing.WAYS.values(), ids=checkpointing.WAYS.keys())
 def test_what_is_restored_is_what_was_saved(uninterrupted, through, params, tmp_path):
     tx, halfway, _ = uninterrupted
     _assert_same_bits(through(halfway, (params, tx.init(params)), tmp_path), halfway)
 
 
-@pytest.mark.parametrize("through", [_manager, _flax_bytes], ids=["orbax", "flax"])
+@pytest.mark.parametrize(
+    "through", [checkpointing.manager, checkpointing.flax_bytes], ids=["orbax", "flax"]
+)
 def test_resuming_gives_the_same_bits(uninterrupted, through, params, go_on, tmp_path):
     tx, halfway, end = uninterrupted
     restored = through(halfway, (params, tx.init(params)), tmp_path)
@@ -158,7 +122,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
+@pytest.mark.parametrize("through", checkpointing.WAYS.values(), ids=checkpointing.WAYS.keys())
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_state_of_another_layout_is_refused(layouts, through, params, tmp_path):
     saved, other = (qstate.adamw(1e-2, storage=storage) for storage in layouts)
@@ -170,7 +134,7 @@ def test_a_state_of_another_layout_is_refused(layouts, through, params, tmp_path
         assert any(layout in str(error.value) for layout in layouts)
 
 
-@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
+@pytest.mark.parametrize("through", checkpointing.WAYS.values(), ids=checkpointing.WAYS.keys())
 def test_rounding_may_change_between_runs(through, params, go_on, tmp_path):
     stochastic, nearest = (
         qstate.scale_by_adam(mu_storage=qstate.Storage(qstate.E4M3, BLOCK, rounding))
@@ -186,7 +150,7 @@ def test_rounding_may_change_between_runs(through, params, go_on, tmp_path):
 BOTH = ("dense/kernel", "head")
 
 
-@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
+@pytest.mark.parametrize("through", checkpointing.WAYS.values(), ids=checkpointing.WAYS.keys())
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -224,6 +188,6 @@ def test_a_state_saved_on_4_devices_is_restored_on_1(params, go_on, tmp_path):
 
     sharded = jax.tree.map(spread, state)
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(sharded))
-    restored = _standard(sharded, tx.init(params), tmp_path)
+    restored = checkpointing.standard(sharded, tx.init(params), tmp_path)
     _assert_same_bits(restored, state)
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(restored))
