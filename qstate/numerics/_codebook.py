@@ -90,9 +90,10 @@ class Codebook(Format):
 
     def code(self, index: jax.Array, y: jax.Array) -> jax.Array:
         del y  # the sign is part of the place in the list
-        return index.astype(self.dtype)
+        return index
 
-    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
+    def value(self, code: jax.Array, factor: float = 1.0, *, finite: bool = False) -> jax.Array:
+        del finite  # all are
         return _look_up(np.array(self.values, np.float32) * np.float32(factor), code)
 
 

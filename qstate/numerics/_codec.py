@@ -14,6 +14,7 @@ Reciprocals of 4, not of 1: ``4 / scale`` is a normal float32 for every normal s
 flushed to zero and nothing overflows.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from qstate.numerics._format import Format
 from qstate.numerics._minifloat import Minifloat
 from qstate.numerics._packing import pack, unpack
 from qstate.numerics._random_bits import key_words, random_bits
-from qstate.numerics._rounding import RANDOM_BITS, round_nearest, round_stochastic
+from qstate.numerics._rounding import RANDOM_BITS
 from qstate.numerics._scale_formats import load_scale, store_scale
 from qstate.numerics._scaling import Block, NoScale
 from qstate.numerics._storage import Storage
@@ -34,6 +35,8 @@ from qstate.numerics._storage import Storage
 Scales = None | jax.Array | tuple[jax.Array, ...]
 
 _LARGEST = np.finfo(np.float32).max
+_ONE = 0x3F800000
+_INFINITY = 0x7F800000
 
 
 def encode(
@@ -100,12 +103,13 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     if storage.exact:
         return codes
     blocks = _blocks(storage, shape)
-    codes = unpack(codes, blocks) if storage.packed else blocks.split(codes)
-    u = storage.format.value(codes, 1 / _unit(storage))
+    codes = storage.format.widen(unpack(codes, blocks) if storage.packed else blocks.split(codes))
     if storage.has_scales:
-        # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
-        u = u * _spread(scales, storage, blocks)
-    return blocks.join(_square(u) if storage.domain == "sqrt" else u).reshape(shape)
+        loaded: Any = jax.tree.map(load_scale, scales)
+        x = decode_scaled(codes, storage.scaling.spread(loaded, blocks), storage)
+    else:
+        x = decode_unscaled(codes, storage)
+    return blocks.join(x).reshape(shape)
 
 
 def unpacked(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
@@ -131,39 +135,85 @@ def encode_unpacked(
     blocks = _blocks(storage, x.shape)
     x = blocks.split(x.reshape(x.shape or (1,)))
     bits = None if bits is None else blocks.split(bits.reshape(bits.shape or (1,)))
+    if not storage.has_scales:
+        return storage.format.narrow(blocks.join(encode_unscaled(x, storage, bits))), None
+    (codes,), scales = encode_scaled(
+        [x],
+        storage,
+        [bits],
+        measure=lambda parts: storage.scaling.measure(parts[0], blocks),
+        spread=lambda scales: storage.scaling.spread(scales, blocks),
+        previous=previous,
+    )
+    return storage.format.narrow(blocks.join(codes)), scales
+
+
+def encode_unscaled(x: jax.Array, storage: Storage, bits: jax.Array | None) -> jax.Array:
+    """Codes (int32) of float32 numbers in a format that needs no scale, by given bits."""
     format = storage.format
     u = _square_root(x) if storage.domain == "sqrt" else x
-    if not storage.has_scales:
-        index = jnp.where(
-            jnp.isfinite(u), _round(u, storage, bits, live=u != 0), _special(format, u)
-        )
-        return blocks.join(format.code(index, u)), None
+    index = _round(u, storage, bits)
+    if not format.zero:
+        index = jnp.where(u != 0, format.nonzero(index), index)
+    index = jnp.where(jnp.isfinite(u), index, _special(format, u))
+    return format.code(index, u)
 
-    scales = storage.scaling.remember(_measure(u, storage, blocks), previous)
-    scale = _spread(scales, storage, blocks)
+
+def encode_scaled(
+    parts: Sequence[jax.Array],
+    storage: Storage,
+    bits: Sequence[jax.Array | None],
+    measure: Callable[[Sequence[jax.Array]], Any],
+    spread: Callable[[Any], jax.Array],
+    previous: Scales = None,
+) -> tuple[list[jax.Array], Any]:
+    """Codes (int32) of float32 numbers, given in parts that lie over each other; their scales.
+
+    Args:
+      parts: the numbers; a block has elements in all of them.
+      storage: how they are held.
+      bits: random bits (uint32 below 2^16) for every part.
+      measure: the largest of integers that are not negative, in every block of all parts.
+      spread: scales (float32) in a shape that broadcasts against a part.
+      previous: what was stored before.
+    """
+    format, scaling = storage.format, storage.scaling
+    parts = [_square_root(x) if storage.domain == "sqrt" else x for x in parts]
+    scales = _store(measure([_magnitude(u, format) for u in parts]), storage)
+    scales = scaling.remember(scales, previous)
+    scale = spread(jax.tree.map(load_scale, scales))
     live = scale > 0  # neither zero nor NaN
+    multiplier = jnp.minimum(4 / scale, _LARGEST)
     # The select also keeps XLA from multiplying the constant into the reciprocal, to overflow.
-    y = jnp.where(live, u * jnp.minimum(4 / scale, _LARGEST), 0) * jnp.float32(_unit(storage) / 4)
-    index = _round(y, storage, bits, live)
-    if storage.scaling.scale == "power_of_two":
-        index, scales = _settle_power_of_two(index, scales, storage, blocks)
-    codes = jnp.where(live, format.code(index, y), 0).astype(format.dtype)
-    return blocks.join(codes), scales
+    ys = [jnp.where(live, u * multiplier, 0) * jnp.float32(_unit(storage) / 4) for u in parts]
+    indices = [_round(y, storage, b) for y, b in zip(ys, bits, strict=True)]
+    if not format.zero:
+        indices = [jnp.where(live, format.nonzero(i), 0) for i in indices]
+    elif not isinstance(format, Minifloat):  # where zero is not the first of the list
+        indices = [jnp.where(live, i, 0) for i in indices]
+    if scaling.scale == "power_of_two":
+        indices, scales = _settle_power_of_two(indices, scales, storage, measure, spread)
+    return [format.code(i, y) for i, y in zip(indices, ys, strict=True)], scales
 
 
-def _round(y: jax.Array, storage: Storage, bits: jax.Array | None, live: jax.Array) -> jax.Array:
-    """Index of the grid point that ``y`` rounds to."""
-    format = storage.format
-    index, fraction = format.locate(y)
-    if bits is not None:
-        if storage.domain == "sqrt":
-            # Linear in the average: (y^2 - low^2) / (high^2 - low^2).
-            low, high = format.value_at(index), format.value_at(index + 1)
-            fraction = fraction * ((y + low) / (high + low))
-        index = round_stochastic(index, fraction, bits)
-    else:
-        index = round_nearest(index, fraction)
-    return index if format.zero else jnp.where(live, format.nonzero(index), index)
+def decode_scaled(codes: jax.Array, scale: jax.Array, storage: Storage) -> jax.Array:
+    """Numbers of codes (int32) under scales (float32) that broadcast against them."""
+    # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
+    u = storage.format.value(codes, 1 / _unit(storage), finite=True) * scale
+    return _square(u) if storage.domain == "sqrt" else u
+
+
+def decode_unscaled(codes: jax.Array, storage: Storage) -> jax.Array:
+    """Numbers of codes (int32) in a format that needs no scale."""
+    u = storage.format.value(codes)
+    return _square(u) if storage.domain == "sqrt" else u
+
+
+def _round(u: jax.Array, storage: Storage, bits: jax.Array | None) -> jax.Array:
+    """Index of the grid point that a number of the grid's range rounds to."""
+    if bits is not None and storage.domain == "sqrt":
+        return storage.format.round_root(u, bits)
+    return storage.format.round(u, bits)
 
 
 def _special(format: Format, u: jax.Array) -> jax.Array:
@@ -187,25 +237,31 @@ def _unit(storage: Storage) -> float:
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 
 
-def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Any:
-    format, scaling = storage.format, storage.scaling
+def _magnitude(u: jax.Array, format: Format) -> jax.Array:
+    """Bits (int32) of what an element asks of its scale; of infinity or NaN where it is bad.
+
+    As integers, since XLA's floating maximum on CPUs drops NaN.
+    """
+    bits = lax.bitcast_convert_type(u, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
     if format.bottom == -format.top:
-        magnitude = jnp.abs(u)
-    elif format.signed:
-        # A map that reaches further up than down: scale so that neither end saturates.
-        stretched = jnp.minimum(u * jnp.float32(format.top / format.bottom), _LARGEST)
-        magnitude = jnp.where(u < 0, stretched, u)
-    else:
-        magnitude = jnp.maximum(u, 0)
-    # Not NaN: XLA's maximum on CPUs drops it. Infinity marks the block as bad just as well.
-    magnitude = jnp.where(jnp.isfinite(u), magnitude, jnp.inf)
-    measured: Any = scaling.measure(magnitude, blocks)
+        return magnitude
+    # Negative numbers: not on the grid, or on a side of it that reaches less far.
+    stretch = format.top / format.bottom if format.signed else 0.0
+    stretched = jnp.minimum(u * jnp.float32(stretch), _LARGEST)
+    below = (bits < 0) & (magnitude < _INFINITY)
+    return jnp.where(below, lax.bitcast_convert_type(stretched, jnp.int32) & 0x7FFFFFFF, magnitude)
+
+
+def _store(measured: Any, storage: Storage) -> Any:
+    format, scaling = storage.format, storage.scaling
     if isinstance(scaling, NoScale):
-        one = jnp.where(measured > 0, jnp.float32(1), jnp.float32(0))
-        measured = jnp.where(jnp.isfinite(measured), one, jnp.float32(jnp.nan))
+        # One scale for all: 1.0, or what cannot be scaled.
+        one = jnp.where(measured < _INFINITY, jnp.int32(_ONE), measured)
+        measured = jnp.where(measured > 0, one, 0)
     return jax.tree.map(
-        lambda m: store_scale(
-            m,
+        lambda bits: store_scale(
+            bits,
             scaling.scale,
             top=format.top,
             upwards=storage.stochastic,
@@ -215,25 +271,24 @@ def _measure(u: jax.Array, storage: Storage, blocks: Blocks) -> Any:
     )
 
 
-def _spread(scales: Scales, storage: Storage, blocks: Blocks) -> jax.Array:
-    return storage.scaling.spread(jax.tree.map(load_scale, scales), blocks)  # pyright: ignore
-
-
 def _settle_power_of_two(
-    index: jax.Array, scales: jax.Array, storage: Storage, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
+    indices: Sequence[jax.Array],
+    scales: jax.Array,
+    storage: Storage,
+    measure: Callable[[Sequence[jax.Array]], jax.Array],
+    spread: Callable[[jax.Array], jax.Array],
+) -> tuple[list[jax.Array], jax.Array]:
     """Halve the scale of blocks that rounding left with no number above half the largest.
 
     Their numbers are on the finer grid too, so nothing changes in value; without it, storing what
     was read back would pick the finer scale, and the codes would not be the same.
     """
-    format, scaling = storage.format, storage.scaling
+    format = storage.format
     assert isinstance(format, Minifloat)
-    assert isinstance(scaling, Block)
-    halve = (scaling.measure(index, blocks) <= format.half_top_index) & (scales > 1)
-    halve &= scales < 255
-    index = jnp.where(scaling.spread(halve, blocks), format.doubled(index), index)
-    return index, jnp.where(halve, scales - 1, scales).astype(scales.dtype)
+    halve = (measure(indices) <= format.half_top_index) & (scales > 1) & (scales < 255)
+    spreaded = spread(halve)
+    indices = [jnp.where(spreaded, format.doubled(i), i) for i in indices]
+    return indices, jnp.where(halve, scales - 1, scales).astype(scales.dtype)
 
 
 def _square_root(x: jax.Array) -> jax.Array:

@@ -4,16 +4,21 @@ A `Format` answers a few questions about arrays, and nothing else in the package
 is made of:
 
 - ``locate(y)``: the last grid point at or below ``y`` and the fraction of the gap above it;
-- ``code(index, y)`` and ``value(code)``: a grid point's code, and the number a code stands for.
+- ``code(index, y)`` and ``value(code)``: a grid point's code, and the number a code stands for;
+- ``narrow(code)`` and ``widen(stored)``: codes as they are stored, and as integers to work on.
 
-Rounding, nearest or stochastic, is then the same few lines for every format (see ``_rounding``).
+Rounding, nearest or stochastic, is then the same few lines for every format (see ``_rounding``). A
+format that knows a shorter way to the same index overrides ``round``.
 """
 
 import abc
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from qstate.numerics._rounding import round_nearest, round_stochastic
 
 
 class Format(abc.ABC):
@@ -74,6 +79,23 @@ class Format(abc.ABC):
     def locate(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Index (int32) of the grid point below ``y`` (float32), and the fraction of the gap."""
 
+    def round(self, y: jax.Array, bits: jax.Array | None) -> jax.Array:
+        """Index (int32) of the grid point that ``y`` (float32) rounds to.
+
+        Stochastically by ``bits`` (uint32 below 2^16); to nearest, ties to even, without.
+        """
+        index, fraction = self.locate(y)
+        if bits is None:
+            return round_nearest(index, fraction)
+        return round_stochastic(index, fraction, bits)
+
+    def round_root(self, y: jax.Array, bits: jax.Array) -> jax.Array:
+        """Index that ``y``, which is not negative, rounds to so that its square is unbiased."""
+        index, fraction = self.locate(y)
+        # Linear in the square: (y^2 - low^2) / (high^2 - low^2).
+        low, high = self.value_at(index), self.value_at(index + 1)
+        return round_stochastic(index, fraction * ((y + low) / (high + low)), bits)
+
     @abc.abstractmethod
     def nonzero(self, index: jax.Array) -> jax.Array:
         """``index``, moved up by one where it stands for zero."""
@@ -84,14 +106,23 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def code(self, index: jax.Array, y: jax.Array) -> jax.Array:
-        """The code (``dtype``) of a rounded index; ``y`` gives the sign."""
+        """The code (int32) of a rounded index; ``y`` gives the sign."""
 
     @abc.abstractmethod
-    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
-        """The number (float32) that a code stands for, times a constant, rounded once.
+    def value(self, code: jax.Array, factor: float = 1.0, *, finite: bool = False) -> jax.Array:
+        """The number (float32) that a code (int32) stands for, times a constant, rounded once.
 
-        The constant belongs here: XLA would multiply one that follows into the scale after it.
+        The constant belongs here: XLA would multiply one that follows into the scale after it. With
+        ``finite`` no code is looked at as NaN or infinity: where a scale carries them, none is.
         """
+
+    def narrow(self, code: jax.Array) -> jax.Array:
+        """Codes as they are stored (``dtype``), one an element."""
+        return code.astype(self.dtype)
+
+    def widen(self, stored: jax.Array) -> jax.Array:
+        """The inverse of `narrow`, int32."""
+        return stored.astype(jnp.int32)
 
     def __str__(self) -> str:
         return self.name if self.zero else f"{self.name} without zero"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from qstate.numerics._format import Format, codes_an_octave
+from qstate.numerics._rounding import RANDOM_BITS, offset, threshold
 
 _F32_MANTISSA = 23
 _F32_BIAS = 127
@@ -159,20 +161,85 @@ class Minifloat(Format):
         index = ((exponent - self._lowest_exponent) << self.mantissa_bits) + whole.astype(jnp.int32)
         return index, ulps - whole
 
+    @property
+    def _rounds_by_sums(self) -> bool:
+        """Whether float32 has room for a significand of the format and 17 bits more."""
+        significand = self.mantissa_bits + (1 if self.exponent_bits else 0)
+        return (
+            self.mantissa_bits > 0
+            and significand + RANDOM_BITS + 1 <= _F32_MANTISSA + 1
+            and self._lowest_exponent - self.mantissa_bits > -_F32_BIAS
+            and math.log2(self.top) + _F32_MANTISSA - self.mantissa_bits < _F32_BIAS
+        )
+
+    def round(self, y: jax.Array, bits: jax.Array | None) -> jax.Array:
+        if not self._rounds_by_sums:
+            return super().round(y, bits)
+        # Added to 1.5 * 2^23 of its own ulps, a number is rounded to a multiple of its ulp, ties to
+        # even. No conversion between floats and integers, and no select: those are slow on CPUs.
+        binade, magnitude = self._binade(y)
+        if bits is not None:
+            ulps = offset(bits, 2.0**-self.mantissa_bits)
+            magnitude += ulps * lax.bitcast_convert_type(binade, jnp.float32)  # an exact product
+            # What is below zero rounds to zero either way. Without it XLA would add the anchor to
+            # the magnitude first, where both are constants.
+            magnitude = jnp.abs(magnitude)
+        dropped = _F32_MANTISSA - self.mantissa_bits
+        anchor = binade + ((dropped << _F32_MANTISSA) + (1 << (_F32_MANTISSA - 1)))
+        total = magnitude + lax.bitcast_convert_type(anchor, jnp.float32)
+        return (lax.bitcast_convert_type(total, jnp.int32) - anchor) + self._first_index(binade)
+
+    def round_root(self, y: jax.Array, bits: jax.Array) -> jax.Array:
+        if not self._rounds_by_sums:
+            return super().round_root(y, bits)
+        binade, magnitude = self._binade(y)
+        ulps = magnitude * _power_of_two(
+            self.mantissa_bits + _F32_BIAS - (binade >> _F32_MANTISSA)
+        )  # exact
+        whole = jnp.floor(ulps)
+        rest = ulps - whole
+        # (ulps^2 - whole^2) / ((whole + 1)^2 - whole^2) > threshold, without a division.
+        up = rest * (2 * whole + rest) > threshold(bits) * (2 * whole + 1)
+        anchored = lax.bitcast_convert_type(whole + 2.0**_F32_MANTISSA, jnp.int32)
+        steps = anchored - ((_F32_BIAS + _F32_MANTISSA) << _F32_MANTISSA)
+        return steps + self._first_index(binade) + up.astype(jnp.int32)
+
+    def _binade(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The power of two (float32 as int32) whose ulp a number has, and the saturated number."""
+        bits = lax.bitcast_convert_type(y, jnp.int32)
+        bits = bits & 0x7FFFFFFF if self.signed else jnp.maximum(bits, 0)
+        bits = jnp.minimum(bits, int(np.float32(self.top).view(np.int32)))  # NaN too
+        lowest = (self._lowest_exponent + _F32_BIAS) << _F32_MANTISSA
+        binade = jnp.maximum(bits & 0x7F800000, lowest)
+        return binade, lax.bitcast_convert_type(bits, jnp.float32)
+
+    def _first_index(self, binade: jax.Array) -> jax.Array:
+        """What to add to a number's count of ulps to get its index."""
+        first = (self._lowest_exponent + _F32_BIAS) << self.mantissa_bits
+        return (binade >> (_F32_MANTISSA - self.mantissa_bits)) - first
+
     def nonzero(self, index: jax.Array) -> jax.Array:
         return jnp.maximum(index, 1)
 
-    def value_at(self, index: jax.Array, factor: float = 1.0) -> jax.Array:
+    def value_at(self, index: jax.Array, factor: float = 1.0, *, finite: bool = False) -> jax.Array:
         dropped = _F32_MANTISSA - self.mantissa_bits
         if self.exponent_bits == _F32_EXPONENT_BITS:
             return lax.bitcast_convert_type(index << dropped, jnp.float32)
-        field = index >> self.mantissa_bits
-        mantissa = index & ((1 << self.mantissa_bits) - 1)
-        bits = ((field + (_F32_BIAS - self._bias)) << _F32_MANTISSA) | (mantissa << dropped)
-        normal = lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32(factor)
-        unit = 2.0 ** (self._lowest_exponent - self.mantissa_bits)
-        subnormal = mantissa.astype(jnp.float32) * jnp.float32(unit * factor)
-        number = jnp.where(field == 0, subnormal, normal)
+        factor = jnp.float32(factor)
+        # As if no number were subnormal; those that are lie half as far below the lowest exponent.
+        bits = (index << dropped) + ((_F32_BIAS - self._bias) << _F32_MANTISSA)
+        normal = lax.bitcast_convert_type(bits, jnp.float32)
+        subnormal = (normal + normal) - jnp.float32(2.0**self._lowest_exponent)
+        # Neither is negative, so the smaller float has the smaller bits. (The factor comes first,
+        # or XLA would multiply it into a scale behind it.)
+        number = lax.bitcast_convert_type(
+            jnp.minimum(
+                *(lax.bitcast_convert_type(x * factor, jnp.int32) for x in (normal, subnormal))
+            ),
+            jnp.float32,
+        )
+        if finite:
+            return number
         if self.specials == "ieee":
             infinite = jnp.where(index == self.top_index + 1, jnp.inf, jnp.nan)
             number = jnp.where(index > self.top_index, infinite.astype(jnp.float32), number)
@@ -189,26 +256,36 @@ class Minifloat(Format):
         return jnp.where(jnp.isnan(x), quiet, self.top_index + 1).astype(jnp.int32)
 
     def code(self, index: jax.Array, y: jax.Array) -> jax.Array:
-        if self.signed:
-            negative = lax.bitcast_convert_type(y, jnp.uint32) >> 31  # also of -0.0
-            index = index.astype(jnp.uint32) | (negative << (self.bits - 1))
-        if self.native is None:
-            return index.astype(self.dtype)
-        width = {16: jnp.uint16, 32: jnp.uint32}[self.bits]
-        return lax.bitcast_convert_type(index.astype(width), self.dtype)
-
-    def value(self, code: jax.Array, factor: float = 1.0) -> jax.Array:
-        if self.native is not None:
-            width = {16: jnp.uint16, 32: jnp.uint32}[self.bits]
-            code = lax.bitcast_convert_type(code, width)
-        index = code.astype(jnp.uint32)
         if not self.signed:
-            return self.value_at(index.astype(jnp.int32), factor)
-        negative = index >> (self.bits - 1)
-        index = (index & ((1 << (self.bits - 1)) - 1)).astype(jnp.int32)
-        magnitude = self.value_at(index, factor)
-        signed = lax.bitcast_convert_type(magnitude, jnp.uint32) | (negative << 31)
+            return index
+        sign = lax.bitcast_convert_type(y, jnp.int32) >> (32 - self.bits)
+        return index | (sign & _as_int32(1 << (self.bits - 1)))  # also of -0.0
+
+    def value(self, code: jax.Array, factor: float = 1.0, *, finite: bool = False) -> jax.Array:
+        if not self.signed:
+            return self.value_at(code, factor, finite=finite)
+        negative = (code << (32 - self.bits)) & _as_int32(1 << 31)
+        magnitude = self.value_at(code & ((1 << (self.bits - 1)) - 1), factor, finite=finite)
+        signed = lax.bitcast_convert_type(magnitude, jnp.int32) | negative
         return lax.bitcast_convert_type(signed, jnp.float32)
+
+    def narrow(self, code: jax.Array) -> jax.Array:
+        if self.native is None:
+            return super().narrow(code)
+        return lax.bitcast_convert_type(code.astype(self._unsigned), self.dtype)
+
+    def widen(self, stored: jax.Array) -> jax.Array:
+        if self.native is None:
+            return super().widen(stored)
+        return lax.bitcast_convert_type(stored, self._unsigned).astype(jnp.int32)
+
+    @property
+    def _unsigned(self) -> Any:
+        return {16: jnp.uint16, 32: jnp.uint32}[self.bits]
+
+
+def _as_int32(bits: int) -> np.int32:
+    return np.uint32(bits).view(np.int32)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

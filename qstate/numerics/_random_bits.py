@@ -1,9 +1,8 @@
 """Random bits from a counter: a hash of (key, index of the element in the whole array).
 
 Every element's bits depend on nothing but the key and its place in the global array, so they are
-the
-same on every device, for every sharding and in every implementation. The place enters as row and
-column, hashed apart: no index needs 64 bits, and a kernel mixes one word an element.
+the same on every device, for every sharding and in every implementation. The place enters as row
+and column, hashed apart: no index needs 64 bits, and a kernel mixes one word an element.
 """
 
 import math
@@ -58,17 +57,32 @@ def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
       uint32 of ``shape``.
     """
     columns = shape[-1] if shape else 1
-    rows = math.prod(shape[:-1])
+    rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)
+    row_seed, column_seed = place_seeds(words)
+    row = place_words(row_seed, rows).reshape(*shape[:-1], 1)
+    column = place_words(column_seed, jnp.arange(columns, dtype=jnp.uint32))
+    return element_bits(row, column).reshape(shape)
+
+
+def place_seeds(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Seeds of rows and of columns, uint32[] each, of a leaf's key."""
     # Small seeds too have to give rows and columns unlike words, so the key is mixed first.
     first = _mix(words[0] + jnp.uint32(0x9E3779B9))
     second = _mix(first ^ (words[1] + jnp.uint32(0x85EBCA6B)))
-    first = _mix(first + second)
-    row = _mix(jnp.arange(rows, dtype=jnp.uint32) ^ first).reshape(*shape[:-1], 1)
-    column = _mix(jnp.arange(columns, dtype=jnp.uint32) ^ second)
+    return _mix(first + second), second
+
+
+def place_words(seed: jax.Array, places: jax.Array) -> jax.Array:
+    """A random word for every row or column, by its number in the whole array (uint32)."""
+    return _mix(places ^ seed)
+
+
+def element_bits(row: jax.Array, column: jax.Array) -> jax.Array:
+    """32 random bits of the elements where rows and columns meet."""
     # The words of all rows and columns are random already; what is left to break is the sum.
     bits = row + column
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x2C1B3C6D)
-    return (bits ^ (bits >> 16)).reshape(shape)
+    return bits ^ (bits >> 16)
 
 
 def _mix(word: jax.Array) -> jax.Array:

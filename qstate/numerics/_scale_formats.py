@@ -18,12 +18,13 @@ _FRACTION = 0x007FFFFF
 
 
 def store_scale(
-    magnitude: jax.Array, scale: str, *, top: float, upwards: bool, coarse: bool
+    bits: jax.Array, scale: str, *, top: float, upwards: bool, coarse: bool
 ) -> jax.Array:
-    """A largest magnitude (float32, not negative; NaN or infinity where bad) as a stored scale.
+    """A largest magnitude as a stored scale.
 
     Args:
-      magnitude: what a scaling measured.
+      bits: what a scaling measured, the bits of a float32 that is not negative (int32); of infinity
+        or NaN where it is bad.
       scale: ``"float32"``, ``"bfloat16"`` or ``"power_of_two"``.
       top: the format's largest number.
       upwards: round bfloat16 up, so that nothing saturates (stochastic rounding is unbiased then);
@@ -35,7 +36,7 @@ def store_scale(
     Returns:
       float32, bfloat16 or uint8 of the same shape.
     """
-    bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    bits = bits.astype(jnp.uint32)
     bad, zero = bits >= _INFINITY, bits < _SMALLEST_NORMAL
     if scale == "power_of_two":
         fraction = int(np.float32(top).view(np.uint32)) & _FRACTION
