@@ -28,7 +28,12 @@ from qstate.numerics._minifloat import Minifloat
 from qstate.numerics._packing import pack, unpack
 from qstate.numerics._random_bits import key_words, random_bits
 from qstate.numerics._rounding import RANDOM_BITS
-from qstate.numerics._scale_formats import load_scale, store_scale
+from qstate.numerics._scale_formats import (
+    narrow_scale,
+    scale_number,
+    store_scale,
+    widen_scale,
+)
 from qstate.numerics._scaling import Block, NoScale
 from qstate.numerics._storage import Storage
 
@@ -105,8 +110,8 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     blocks = _blocks(storage, shape)
     codes = storage.format.widen(unpack(codes, blocks) if storage.packed else blocks.split(codes))
     if storage.has_scales:
-        loaded: Any = jax.tree.map(load_scale, scales)
-        x = decode_scaled(codes, storage.scaling.spread(loaded, blocks), storage)
+        numbers: Any = jax.tree.map(lambda s: scale_number(widen_scale(s)), scales)
+        x = decode_scaled(codes, storage.scaling.spread(numbers, blocks), storage)
     else:
         x = decode_unscaled(codes, storage)
     return blocks.join(x).reshape(shape)
@@ -145,6 +150,7 @@ def encode_unpacked(
         spread=lambda scales: storage.scaling.spread(scales, blocks),
         previous=previous,
     )
+    scales = jax.tree.map(lambda wide: narrow_scale(wide, storage.scaling.scale), scales)
     return storage.format.narrow(blocks.join(codes)), scales
 
 
@@ -167,7 +173,7 @@ def encode_scaled(
     spread: Callable[[Any], jax.Array],
     previous: Scales = None,
 ) -> tuple[list[jax.Array], Any]:
-    """Codes (int32) of float32 numbers, given in parts that lie over each other; their scales.
+    """Codes (int32) of float32 numbers given in parts, and their scales (wide).
 
     Args:
       parts: the numbers; a block has elements in all of them.
@@ -181,7 +187,7 @@ def encode_scaled(
     parts = [_square_root(x) if storage.domain == "sqrt" else x for x in parts]
     scales = _store(measure([_magnitude(u, format) for u in parts]), storage)
     scales = scaling.remember(scales, previous)
-    scale = spread(jax.tree.map(load_scale, scales))
+    scale = spread(jax.tree.map(scale_number, scales))
     live = scale > 0  # neither zero nor NaN
     multiplier = jnp.minimum(4 / scale, _LARGEST)
     # The select also keeps XLA from multiplying the constant into the reciprocal, to overflow.
@@ -288,7 +294,7 @@ def _settle_power_of_two(
     halve = (measure(indices) <= format.half_top_index) & (scales > 1) & (scales < 255)
     spreaded = spread(halve)
     indices = [jnp.where(spreaded, format.doubled(i), i) for i in indices]
-    return indices, jnp.where(halve, scales - 1, scales).astype(scales.dtype)
+    return indices, jnp.where(halve, scales - 1, scales)
 
 
 def _square_root(x: jax.Array) -> jax.Array:

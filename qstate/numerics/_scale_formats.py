@@ -4,6 +4,8 @@ A scale is the magnitude that lands on the format's largest number (for a power 
 of two at or below that). Scales are worked on as bits: float arithmetic flushes subnormals on some
 machines and not on others, so magnitudes below the smallest normal float32 count as zero
 everywhere.
+
+While it is worked on a scale is *wide*: a float32, or a power of two's biased exponent (int32).
 """
 
 import jax
@@ -20,7 +22,7 @@ _FRACTION = 0x007FFFFF
 def store_scale(
     bits: jax.Array, scale: str, *, top: float, upwards: bool, coarse: bool
 ) -> jax.Array:
-    """A largest magnitude as a stored scale.
+    """A largest magnitude as a scale.
 
     Args:
       bits: what a scaling measured, the bits of a float32 that is not negative (int32); of infinity
@@ -34,7 +36,7 @@ def store_scale(
         scale itself: measuring what was decoded must give the same scale back.
 
     Returns:
-      float32, bfloat16 or uint8 of the same shape.
+      The scale, wide, as it comes back when it is stored.
     """
     bits = bits.astype(jnp.uint32)
     bad, zero = bits >= _INFINITY, bits < _SMALLEST_NORMAL
@@ -42,27 +44,41 @@ def store_scale(
         fraction = int(np.float32(top).view(np.uint32)) & _FRACTION
         exponent = (bits >> 23) + ((bits & _FRACTION) > fraction).astype(jnp.uint32)
         exponent = jnp.minimum(exponent, 254)
-        return jnp.where(bad, 255, jnp.where(zero, 0, exponent)).astype(jnp.uint8)
+        return jnp.where(bad, 255, jnp.where(zero, 0, exponent)).astype(jnp.int32)
     if scale == "bfloat16":
         # Down, but for what float32 arithmetic missed a multiple by.
         bits = _drop_low_bits(bits + (0xFFFF if upwards else 0x100), 16)
     elif coarse:
         bits = _drop_low_bits(bits + 0x80, 8)
     bits = jnp.where(bad, _NAN, jnp.where(zero, 0, bits)).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def scale_number(wide: jax.Array) -> jax.Array:
+    """A wide scale as float32; zero and NaN come back as themselves."""
+    if wide.dtype != jnp.int32:
+        return wide
+    return lax.bitcast_convert_type(jnp.where(wide == 255, _NAN, wide << 23), jnp.float32)
+
+
+def narrow_scale(wide: jax.Array, scale: str) -> jax.Array:
+    """A wide scale as it is stored: float32, bfloat16 or uint8."""
+    if scale == "power_of_two":
+        return wide.astype(jnp.uint8)
     if scale == "bfloat16":
-        return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        bits = lax.bitcast_convert_type(wide, jnp.uint32) >> 16
+        return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return wide
 
 
-def load_scale(stored: jax.Array) -> jax.Array:
-    """A stored scale as float32; zero and NaN come back as themselves."""
+def widen_scale(stored: jax.Array) -> jax.Array:
+    """The inverse of `narrow_scale`."""
     if stored.dtype == jnp.uint8:
-        bits = jnp.where(stored == 255, _NAN, stored.astype(jnp.uint32) << 23).astype(jnp.uint32)
-    elif stored.dtype == jnp.bfloat16:
+        return stored.astype(jnp.int32)
+    if stored.dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(stored, jnp.uint16).astype(jnp.uint32) << 16
-    else:
-        return stored
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+    return stored
 
 
 def _drop_low_bits(bits: jax.Array, count: int) -> jax.Array:
