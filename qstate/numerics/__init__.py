@@ -1,7 +1,19 @@
 """What a number becomes: formats, scalings, roundings, packing and random bits, on plain arrays."""
 
+from qstate.numerics._blocks import Blocks, block_layout
 from qstate.numerics._codebook import Codebook, dynamic_map
-from qstate.numerics._codec import Scales, decode, encode, encode_unpacked, packed, unpacked
+from qstate.numerics._codec import (
+    Scales,
+    decode,
+    decode_scaled,
+    decode_unscaled,
+    encode,
+    encode_scaled,
+    encode_unpacked,
+    encode_unscaled,
+    packed,
+    unpacked,
+)
 from qstate.numerics._format import Format
 from qstate.numerics._formats import (
     BF16,
@@ -20,6 +32,14 @@ from qstate.numerics._formats import (
     ULINEAR4,
 )
 from qstate.numerics._minifloat import Minifloat
-from qstate.numerics._random_bits import key_words, random_bits, split_key
+from qstate.numerics._random_bits import (
+    element_bits,
+    key_words,
+    place_seeds,
+    place_words,
+    random_bits,
+    split_key,
+)
+from qstate.numerics._scale_formats import narrow_scale, scale_number, widen_scale
 from qstate.numerics._scaling import Block, Delayed, NoScale, PerTensor, Rank1, Scaling
 from qstate.numerics._storage import Storage, storage
