@@ -6,7 +6,7 @@ but arithmetic on int32, uint32 and float32.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,60 +17,95 @@ from qstate.numerics import (
     decode_unscaled,
     encode_scaled,
     encode_unscaled,
+    magnitudes,
     scale_number,
 )
 
 Parts = Sequence[jax.Array]
+Measure = Callable[[Parts], jax.Array]
 
 
-def run_elements(
+class Piece(NamedTuple):
+    """What is read of a piece."""
+
+    dense: Sequence[Parts]  # parts of every dense operand
+    codes: Sequence[Parts]  # parts (int32) of every average that is read
+    scales: Sequence[jax.Array | None]  # wide, to broadcast against a part; None without scales
+
+
+def advance(program: Program, scalars: Scalars, piece: Piece) -> list[Sequence[jax.Array]]:
+    """New averages (float32), a list a part."""
+    old = [
+        [_decode(p, scale, storage) for p in parts]
+        for parts, scale, storage in zip(*piece[1:], program.reads, strict=True)
+    ]
+    parts = range(len((*piece.dense, *piece.codes)[0]))
+    return [program.advance(scalars, _part(piece.dense, i), _part(old, i)) for i in parts]
+
+
+def emit(
+    program: Program, scalars: Scalars, dense: Sequence[Parts], fresh: Sequence[Any]
+) -> list[Parts]:
+    """Parts of every output, from parts of the dense operands and what `advance` returned."""
+    parts = range(len(fresh))
+    emitted = [program.emit(scalars, _part(dense, i), fresh[i]) for i in parts]
+    return [[emitted[i][k].astype(dtype) for i in parts] for k, dtype in enumerate(program.dtypes)]
+
+
+def keep(program: Program, scalars: Scalars, fresh: Sequence[Any]) -> list[Parts]:
+    """Parts of every average that is written, from what `advance` returned."""
+    kept = [program.keep(scalars, f) for f in fresh]
+    return [[k[j] for k in kept] for j in range(len(program.writes))]
+
+
+def measure_all(program: Program, kept: Sequence[Parts], measure: Measure) -> list[Any]:
+    """What every average asks of its scales; None without scales."""
+    return [
+        measure(magnitudes(parts, storage)) if storage.has_scales else None
+        for parts, storage in zip(kept, program.writes, strict=True)
+    ]
+
+
+def encode_all(
     program: Program,
-    scalars: Scalars,
-    dense: Sequence[Parts],
-    codes: Sequence[Parts],
-    scales: Sequence[jax.Array | None],
+    kept: Sequence[Parts],
+    measured: Sequence[Any],
     hashes: Sequence[Parts],
-    measure: Callable[[Parts], jax.Array],
-    hold: Callable[[Any], Any] = lambda fresh: fresh,
-) -> tuple[list[Parts], list[Parts], list[jax.Array | None]]:
-    """Runs a program on a piece.
+    measure: Measure,
+) -> tuple[list[Parts], list[jax.Array | None]]:
+    """Parts (int32) of every average's codes, and its scales, wide.
 
     Args:
       program: what to compute.
-      scalars: its scalars.
-      dense: parts of every dense operand.
-      codes: parts (int32) of every average that is read.
-      scales: their scales, wide, in a shape that broadcasts against a part; None without scales.
+      kept: parts of every average.
+      measured: what `measure_all` returned.
       hashes: parts of the random words (uint32).
       measure: the largest of a block's integers over all parts, to broadcast against a part.
-      hold: called with the new averages of all parts, to put them down before they are used again.
-
-    Returns:
-      Parts of every output, parts (int32) of the codes that are written, and their scales, wide.
     """
-    count = range(len(dense[0] if dense else codes[0]))
-    old = [
-        [_decode(p, scale, storage) for p in parts]
-        for parts, scale, storage in zip(codes, scales, program.reads, strict=True)
-    ]
-    fresh = hold([program.advance(scalars, _part(dense, i), _part(old, i)) for i in count])
-    emitted = [program.emit(scalars, _part(dense, i), fresh[i]) for i in count]
-    outputs = [
-        [emitted[i][k].astype(dtype) for i in count] for k, dtype in enumerate(program.dtypes)
-    ]
-    kept = [program.keep(scalars, fresh[i]) for i in count]
-    new_codes, new_scales = [], []
-    for j, storage in enumerate(program.writes):
-        parts = [kept[i][j] for i in count]
-        draws = [_bits(hashes, i, j) if storage.stochastic else None for i in count]
+    codes, scales = [], []
+    for j, (parts, storage) in enumerate(zip(kept, program.writes, strict=True)):
+        bits = [_bits(hashes, i, j) if storage.stochastic else None for i in range(len(parts))]
         scale = None
         if storage.has_scales:
-            parts, scale = encode_scaled(parts, storage, draws, measure, lambda scale: scale)
+            parts, scale = encode_scaled(
+                parts, storage, bits, measured[j], measure, lambda scale: scale
+            )
         else:
-            parts = [encode_unscaled(p, storage, d) for p, d in zip(parts, draws, strict=True)]
-        new_codes.append(parts)
-        new_scales.append(scale)
-    return outputs, new_codes, new_scales
+            parts = [encode_unscaled(x, storage, b) for x, b in zip(parts, bits, strict=True)]
+        codes.append(parts)
+        scales.append(scale)
+    return codes, scales
+
+
+def run_elements(
+    program: Program, scalars: Scalars, piece: Piece, hashes: Sequence[Parts], measure: Measure
+) -> tuple[list[Parts], list[Parts], list[jax.Array | None]]:
+    """All of it: parts of the outputs, parts of the codes, and scales."""
+    fresh = advance(program, scalars, piece)
+    outputs = emit(program, scalars, piece.dense, fresh)
+    kept = keep(program, scalars, fresh)
+    measured = measure_all(program, kept, measure)
+    return outputs, *encode_all(program, kept, measured, hashes, measure)
 
 
 def _part(operands: Sequence[Parts], i: int) -> list[jax.Array]:

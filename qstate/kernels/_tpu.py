@@ -5,7 +5,7 @@ few rows of one block at a time are in registers. The scales of a row lie in one
 column is picked, and put back, by comparing its number: single columns cannot be addressed.
 
 Not supported: 4-bit codes where the last block of a long row is not full, blocks over 1024
-elements, and codebooks, which need to look numbers up.
+elements, float16, and codebooks, which need to look numbers up.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qstate.kernels._elements import run_elements
+from qstate.kernels._elements import Piece, run_elements
 from qstate.kernels._geometry import Geometry, flat, pairs
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import (
@@ -42,6 +42,8 @@ def supports(program: Program, shape: Geometry) -> str | None:
     for storage in program.storages:
         if not isinstance(storage.format, Minifloat):
             return f"{storage.format} is a codebook"
+        if storage.format.dtype == jnp.float16:
+            return "TPUs have no float16"
     if shape.block > 1024:
         return f"blocks of {shape.block} elements"
     if program.packed and shape.tail and shape.columns > _WHOLE_ROW:
@@ -182,15 +184,12 @@ def _kernel(program: Program, shape: Geometry, tiles: _Tiles, names, values, see
                 for h, word in enumerate(row_words)
             ]
             here = places == j * tiles.blocks + b
-            results, codes, scales = run_elements(
-                program,
-                scalars,
+            piece = Piece(
                 [block.load(ref) for ref in dense],
                 [block.load_codes(ref, s) for (ref, _), s in zip(read, program.reads, strict=True)],
-                [None if t is None else _column(t, here) for t in old],
-                hashes,
-                block.measure,
+                [None if tile is None else _column(tile, here) for tile in old],
             )
+            results, codes, scales = run_elements(program, scalars, piece, hashes, block.measure)
             for ref, parts in zip(out, results, strict=True):
                 block.store(ref, parts)
             for (ref, _), parts, s in zip(written, codes, program.writes, strict=True):

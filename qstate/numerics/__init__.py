@@ -11,6 +11,7 @@ from qstate.numerics._codec import (
     encode_scaled,
     encode_unpacked,
     encode_unscaled,
+    magnitudes,
     packed,
     unpacked,
 )
@@ -32,6 +33,7 @@ from qstate.numerics._formats import (
     ULINEAR4,
 )
 from qstate.numerics._minifloat import Minifloat
+from qstate.numerics._packing import pack, unpack
 from qstate.numerics._random_bits import (
     element_bits,
     key_words,

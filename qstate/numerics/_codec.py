@@ -10,8 +10,8 @@
 
     decode = value(codes) / top * scale    (domain "sqrt": squared)
 
-Reciprocals of 4, not of 1: ``4 / scale`` is a normal float32 for every normal scale, so nothing is
-flushed to zero and nothing overflows.
+Reciprocals of 4, not of 1: ``4 / scale`` is a normal float32 for every normal scale (the smallest
+counts as the next), so nothing is flushed to zero and nothing overflows.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +40,7 @@ from qstate.numerics._storage import Storage
 Scales = None | jax.Array | tuple[jax.Array, ...]
 
 _LARGEST = np.finfo(np.float32).max
+_SMALLEST_SCALE = np.float32(2.0**-126 * (1 + 2.0**-23))  # 4 over it is finite
 _ONE = 0x3F800000
 _INFINITY = 0x7F800000
 
@@ -142,11 +143,13 @@ def encode_unpacked(
     bits = None if bits is None else blocks.split(bits.reshape(bits.shape or (1,)))
     if not storage.has_scales:
         return storage.format.narrow(blocks.join(encode_unscaled(x, storage, bits))), None
+    measure = lambda parts: storage.scaling.measure(parts[0], blocks)  # noqa: E731
     (codes,), scales = encode_scaled(
         [x],
         storage,
         [bits],
-        measure=lambda parts: storage.scaling.measure(parts[0], blocks),
+        measured=measure(magnitudes([x], storage)),
+        measure=measure,
         spread=lambda scales: storage.scaling.spread(scales, blocks),
         previous=previous,
     )
@@ -169,8 +172,10 @@ def encode_scaled(
     parts: Sequence[jax.Array],
     storage: Storage,
     bits: Sequence[jax.Array | None],
+    measured: Any,
     measure: Callable[[Sequence[jax.Array]], Any],
     spread: Callable[[Any], jax.Array],
+    each: Callable[[jax.Array], jax.Array] = lambda number: number,
     previous: Scales = None,
 ) -> tuple[list[jax.Array], Any]:
     """Codes (int32) of float32 numbers given in parts, and their scales (wide).
@@ -179,26 +184,30 @@ def encode_scaled(
       parts: the numbers; a block has elements in all of them.
       storage: how they are held.
       bits: random bits (uint32 below 2^16) for every part.
-      measure: the largest of integers that are not negative, in every block of all parts.
-      spread: scales (float32) in a shape that broadcasts against a part.
+      measured: the largest of their `magnitudes` in every block, over all parts.
+      measure: the same of other integers that are not negative.
+      spread: what scales (float32) are for every block or element.
+      each: that, in a shape that broadcasts against a part.
       previous: what was stored before.
     """
     format, scaling = storage.format, storage.scaling
     parts = [_square_root(x) if storage.domain == "sqrt" else x for x in parts]
-    scales = _store(measure([_magnitude(u, format) for u in parts]), storage)
-    scales = scaling.remember(scales, previous)
+    scales = scaling.remember(_store(measured, storage), previous)
     scale = spread(jax.tree.map(scale_number, scales))
-    live = scale > 0  # neither zero nor NaN
-    multiplier = jnp.minimum(4 / scale, _LARGEST)
-    # The select also keeps XLA from multiplying the constant into the reciprocal, to overflow.
-    ys = [jnp.where(live, u * multiplier, 0) * jnp.float32(_unit(storage) / 4) for u in parts]
-    indices = [_round(y, storage, b) for y, b in zip(ys, bits, strict=True)]
+    # 0 where nothing can be scaled: all is zero, or something is not finite. The division comes
+    # last: XLA puts its result down, and would do what comes behind anew for every element.
+    multiplier = each(4 / jnp.where(scale > 0, jnp.maximum(scale, _SMALLEST_SCALE), jnp.inf))
+    ys = [u * multiplier for u in parts]
+    factor = _unit(storage) / 4
+    indices = [_round(y, storage, b, factor) for y, b in zip(ys, bits, strict=True)]
     if not format.zero:
-        indices = [jnp.where(live, format.nonzero(i), 0) for i in indices]
+        indices = [jnp.where(multiplier > 0, format.nonzero(i), 0) for i in indices]
     elif not isinstance(format, Minifloat):  # where zero is not the first of the list
-        indices = [jnp.where(live, i, 0) for i in indices]
+        indices = [jnp.where(multiplier > 0, i, 0) for i in indices]
     if scaling.scale == "power_of_two":
-        indices, scales = _settle_power_of_two(indices, scales, storage, measure, spread)
+        indices, scales = _settle_power_of_two(
+            indices, scales, storage, measure, lambda halve: each(spread(halve))
+        )
     return [format.code(i, y) for i, y in zip(indices, ys, strict=True)], scales
 
 
@@ -215,11 +224,13 @@ def decode_unscaled(codes: jax.Array, storage: Storage) -> jax.Array:
     return _square(u) if storage.domain == "sqrt" else u
 
 
-def _round(u: jax.Array, storage: Storage, bits: jax.Array | None) -> jax.Array:
-    """Index of the grid point that a number of the grid's range rounds to."""
+def _round(
+    y: jax.Array, storage: Storage, bits: jax.Array | None, factor: float = 1.0
+) -> jax.Array:
+    """Index of the grid point that ``y * factor`` rounds to."""
     if bits is not None and storage.domain == "sqrt":
-        return storage.format.round_root(u, bits)
-    return storage.format.round(u, bits)
+        return storage.format.round_root(y, bits, factor)
+    return storage.format.round(y, bits, factor)
 
 
 def _special(format: Format, u: jax.Array) -> jax.Array:
@@ -243,11 +254,18 @@ def _unit(storage: Storage) -> float:
     return 2.0 ** np.floor(np.log2(top)) if storage.scaling.scale == "power_of_two" else top
 
 
-def _magnitude(u: jax.Array, format: Format) -> jax.Array:
-    """Bits (int32) of what an element asks of its scale; of infinity or NaN where it is bad.
+def magnitudes(parts: Sequence[jax.Array], storage: Storage) -> list[jax.Array]:
+    """What elements ask of their scale, as a float32's bits (int32); infinity or NaN where bad.
 
     As integers, since XLA's floating maximum on CPUs drops NaN.
     """
+    return [
+        _magnitude(_square_root(x) if storage.domain == "sqrt" else x, storage.format)
+        for x in parts
+    ]
+
+
+def _magnitude(u: jax.Array, format: Format) -> jax.Array:
     bits = lax.bitcast_convert_type(u, jnp.int32)
     magnitude = bits & 0x7FFFFFFF
     if format.bottom == -format.top:

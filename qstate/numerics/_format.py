@@ -79,18 +79,20 @@ class Format(abc.ABC):
     def locate(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Index (int32) of the grid point below ``y`` (float32), and the fraction of the gap."""
 
-    def round(self, y: jax.Array, bits: jax.Array | None) -> jax.Array:
-        """Index (int32) of the grid point that ``y`` (float32) rounds to.
+    def round(self, y: jax.Array, bits: jax.Array | None, factor: float = 1.0) -> jax.Array:
+        """Index (int32) of the grid point that ``y * factor`` (float32) rounds to.
 
-        Stochastically by ``bits`` (uint32 below 2^16); to nearest, ties to even, without.
+        Stochastically by ``bits`` (uint32 below 2^16); to nearest, ties to even, without. The
+        factor belongs here: XLA would multiply it into a number that ``y`` was multiplied by.
         """
-        index, fraction = self.locate(y)
+        index, fraction = self.locate(_times(y, factor))
         if bits is None:
             return round_nearest(index, fraction)
         return round_stochastic(index, fraction, bits)
 
-    def round_root(self, y: jax.Array, bits: jax.Array) -> jax.Array:
-        """Index that ``y``, which is not negative, rounds to so that its square is unbiased."""
+    def round_root(self, y: jax.Array, bits: jax.Array, factor: float = 1.0) -> jax.Array:
+        """As `round`, but so that the square is unbiased; ``y`` is not negative."""
+        y = _times(y, factor)
         index, fraction = self.locate(y)
         # Linear in the square: (y^2 - low^2) / (high^2 - low^2).
         low, high = self.value_at(index), self.value_at(index + 1)
@@ -126,6 +128,11 @@ class Format(abc.ABC):
 
     def __str__(self) -> str:
         return self.name if self.zero else f"{self.name} without zero"
+
+
+def _times(y: jax.Array, factor: float) -> jax.Array:
+    """``y * factor``, the select in between against XLA (see `Format.round`)."""
+    return y if factor == 1 else jnp.where(y != 0, y, 0) * jnp.float32(factor)
 
 
 def codes_an_octave(grid: np.ndarray, top: float) -> float:

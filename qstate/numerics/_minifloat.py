@@ -172,27 +172,31 @@ class Minifloat(Format):
             and math.log2(self.top) + _F32_MANTISSA - self.mantissa_bits < _F32_BIAS
         )
 
-    def round(self, y: jax.Array, bits: jax.Array | None) -> jax.Array:
+    def round(self, y: jax.Array, bits: jax.Array | None, factor: float = 1.0) -> jax.Array:
         if not self._rounds_by_sums:
-            return super().round(y, bits)
+            return super().round(y, bits, factor)
         # Added to 1.5 * 2^23 of its own ulps, a number is rounded to a multiple of its ulp, ties to
-        # even. No conversion between floats and integers, and no select: those are slow on CPUs.
-        binade, magnitude = self._binade(y)
-        if bits is not None:
-            ulps = offset(bits, 2.0**-self.mantissa_bits)
-            magnitude += ulps * lax.bitcast_convert_type(binade, jnp.float32)  # an exact product
-            # What is below zero rounds to zero either way. Without it XLA would add the anchor to
-            # the magnitude first, where both are constants.
-            magnitude = jnp.abs(magnitude)
-        dropped = _F32_MANTISSA - self.mantissa_bits
-        anchor = binade + ((dropped << _F32_MANTISSA) + (1 << (_F32_MANTISSA - 1)))
-        total = magnitude + lax.bitcast_convert_type(anchor, jnp.float32)
-        return (lax.bitcast_convert_type(total, jnp.int32) - anchor) + self._first_index(binade)
+        # even; added to 1.5 * 2^7 of them, to a multiple of 2^-16 of its ulp, as an integer. No
+        # conversion between floats and integers, and no select: those are slow on CPUs.
+        binade, magnitude = self._binade(y, factor)
+        first = self._first_index(binade)
+        if bits is None:
+            return _multiples(magnitude, binade, _F32_MANTISSA - self.mantissa_bits) + first
+        dropped = _F32_MANTISSA - self.mantissa_bits - RANDOM_BITS
+        if dropped > 2:
+            steps = _multiples(magnitude, binade, dropped) + bits.astype(jnp.int32)
+            return (steps >> RANDOM_BITS) + first
+        ulps = offset(bits, 2.0**-self.mantissa_bits)
+        magnitude += ulps * lax.bitcast_convert_type(binade, jnp.float32)  # an exact product
+        # What is below zero rounds to zero either way. Without it XLA would add the anchor to the
+        # magnitude first, where both are constants.
+        magnitude = jnp.abs(magnitude)
+        return _multiples(magnitude, binade, _F32_MANTISSA - self.mantissa_bits) + first
 
-    def round_root(self, y: jax.Array, bits: jax.Array) -> jax.Array:
+    def round_root(self, y: jax.Array, bits: jax.Array, factor: float = 1.0) -> jax.Array:
         if not self._rounds_by_sums:
-            return super().round_root(y, bits)
-        binade, magnitude = self._binade(y)
+            return super().round_root(y, bits, factor)
+        binade, magnitude = self._binade(y, factor)
         ulps = magnitude * _power_of_two(
             self.mantissa_bits + _F32_BIAS - (binade >> _F32_MANTISSA)
         )  # exact
@@ -204,10 +208,13 @@ class Minifloat(Format):
         steps = anchored - ((_F32_BIAS + _F32_MANTISSA) << _F32_MANTISSA)
         return steps + self._first_index(binade) + up.astype(jnp.int32)
 
-    def _binade(self, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _binade(self, y: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
         """The power of two (float32 as int32) whose ulp a number has, and the saturated number."""
         bits = lax.bitcast_convert_type(y, jnp.int32)
         bits = bits & 0x7FFFFFFF if self.signed else jnp.maximum(bits, 0)
+        if factor != 1:
+            magnitude = lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32(factor)
+            bits = lax.bitcast_convert_type(magnitude, jnp.int32)
         bits = jnp.minimum(bits, int(np.float32(self.top).view(np.int32)))  # NaN too
         lowest = (self._lowest_exponent + _F32_BIAS) << _F32_MANTISSA
         binade = jnp.maximum(bits & 0x7F800000, lowest)
@@ -226,18 +233,17 @@ class Minifloat(Format):
         if self.exponent_bits == _F32_EXPONENT_BITS:
             return lax.bitcast_convert_type(index << dropped, jnp.float32)
         factor = jnp.float32(factor)
-        # As if no number were subnormal; those that are lie half as far below the lowest exponent.
+        # As if no number were subnormal; those that are lie twice as far below the lowest exponent.
         bits = (index << dropped) + ((_F32_BIAS - self._bias) << _F32_MANTISSA)
         normal = lax.bitcast_convert_type(bits, jnp.float32)
         subnormal = (normal + normal) - jnp.float32(2.0**self._lowest_exponent)
-        # Neither is negative, so the smaller float has the smaller bits. (The factor comes first,
-        # or XLA would multiply it into a scale behind it.)
-        number = lax.bitcast_convert_type(
-            jnp.minimum(
-                *(lax.bitcast_convert_type(x * factor, jnp.int32) for x in (normal, subnormal))
-            ),
-            jnp.float32,
-        )
+        # Neither is negative, so the smaller float has the smaller bits. Where no sign is set
+        # behind it the factor comes first, or XLA would multiply it into a scale behind it.
+        both = [normal, subnormal] if self.signed else [normal * factor, subnormal * factor]
+        bits = jnp.minimum(*(lax.bitcast_convert_type(x, jnp.int32) for x in both))
+        number = lax.bitcast_convert_type(bits, jnp.float32)
+        if self.signed:
+            number *= factor
         if finite:
             return number
         if self.specials == "ieee":
@@ -286,6 +292,13 @@ class Minifloat(Format):
 
 def _as_int32(bits: int) -> np.int32:
     return np.uint32(bits).view(np.int32)
+
+
+def _multiples(magnitude: jax.Array, binade: jax.Array, exponent: int) -> jax.Array:
+    """A number in multiples (int32) of ``2^(exponent - 23)`` of its binade's power of two."""
+    anchor = binade + ((exponent << _F32_MANTISSA) + (1 << (_F32_MANTISSA - 1)))
+    total = magnitude + lax.bitcast_convert_type(anchor, jnp.float32)
+    return lax.bitcast_convert_type(total, jnp.int32) - anchor
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

@@ -38,19 +38,19 @@ def store_scale(
     Returns:
       The scale, wide, as it comes back when it is stored.
     """
-    bits = bits.astype(jnp.uint32)
-    bad, zero = bits >= _INFINITY, bits < _SMALLEST_NORMAL
+    bits = jnp.minimum(bits, _INFINITY)
+    bad, zero = bits == _INFINITY, bits < _SMALLEST_NORMAL
     if scale == "power_of_two":
         fraction = int(np.float32(top).view(np.uint32)) & _FRACTION
-        exponent = (bits >> 23) + ((bits & _FRACTION) > fraction).astype(jnp.uint32)
+        exponent = (bits >> 23) + ((bits & _FRACTION) > fraction).astype(jnp.int32)
         exponent = jnp.minimum(exponent, 254)
-        return jnp.where(bad, 255, jnp.where(zero, 0, exponent)).astype(jnp.int32)
+        return jnp.where(bad, 255, jnp.where(zero, 0, exponent))
     if scale == "bfloat16":
         # Down, but for what float32 arithmetic missed a multiple by.
         bits = _drop_low_bits(bits + (0xFFFF if upwards else 0x100), 16)
     elif coarse:
         bits = _drop_low_bits(bits + 0x80, 8)
-    bits = jnp.where(bad, _NAN, jnp.where(zero, 0, bits)).astype(jnp.uint32)
+    bits = jnp.where(bad, _NAN, jnp.where(zero, 0, bits))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

@@ -1,5 +1,6 @@
 """How an average lives between steps: its codes, scales and age; its step; its resets."""
 
+from qstate.kernels import filled
 from qstate.state._average import (
     Average,
     Exempt,
@@ -12,7 +13,6 @@ from qstate.state._average import (
     zeros,
 )
 from qstate.state._damage import check_dtype
-from qstate.state._filled import filled
 from qstate.state._reset import (
     Adaptive,
     Every,

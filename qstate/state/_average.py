@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qstate.kernels import filled
 from qstate.numerics import Rank1, Scales, Storage, decode, encode, encode_unpacked, packed
-from qstate.state._filled import filled
 from qstate.state._reset import Adaptive, Every, Monitor
 from qstate.state._serialization import register_with_flax
 

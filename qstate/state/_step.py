@@ -15,6 +15,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from qstate.kernels import filled
 from qstate.numerics import random_bits, split_key
 from qstate.state._average import (
     Average,
@@ -28,7 +29,6 @@ from qstate.state._average import (
     write,
 )
 from qstate.state._damage import check_average
-from qstate.state._filled import filled
 from qstate.state._reset import Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 

@@ -1,0 +1,47 @@
+"""One after the other: the order that XLA's schedulers do not keep by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+from jax import lax
+
+from qstate.kernels._filled import filled
+
+
+class Gate:
+    """Lets one step after the other pass, so that they share their temporaries.
+
+    A step runs in a branch that is taken when the step before is done. Nothing less keeps XLA's
+    schedulers from starting all at once, or its fusions from computing what a step returns anew for
+    everyone who needs it. Outside of a trace operations run in order anyway.
+
+    Args:
+      passed: int32[], above 0, which the compiler must not know. None outside of a trace.
+    """
+
+    def __init__(self, passed: jax.Array | None):
+        self._passed = passed if isinstance(passed, jax.core.Tracer) else None
+
+    def __call__(self, step: Callable[[Any], tuple[Any, Any]], updated: Any = None) -> Any:
+        """``step(updated)``, after all steps before.
+
+        Args:
+          step: returns results, and what it updated in place.
+          updated: arrays that it updates in place.
+        """
+        if self._passed is None:
+            return step(updated)
+        results, _ = jax.eval_shape(step, updated)
+        self._passed, done = lax.cond(
+            self._passed > 0,
+            lambda passed: (passed + 1, step(updated)),
+            lambda passed: (passed, (jax.tree.map(lambda r: filled(r, 0), results), updated)),
+            self._passed,
+        )
+        return done
+
+    def hold(self, step: Callable[[], Any]) -> Any:
+        """``step()``, its results put down in memory, in no order."""
+        return Gate(self._passed)(lambda _: (step(), None))[0]
