@@ -84,7 +84,10 @@ def encode_all(
     """
     codes, scales = [], []
     for j, (parts, storage) in enumerate(zip(kept, program.writes, strict=True)):
-        bits = [_bits(hashes, i, j) if storage.stochastic else None for i in range(len(parts))]
+        bits = [
+            half_word(hashes[j // 2][i], j) if storage.stochastic else None
+            for i in range(len(parts))
+        ]
         scale = None
         if storage.has_scales:
             parts, scale = encode_scaled(
@@ -112,9 +115,8 @@ def _part(operands: Sequence[Parts], i: int) -> list[jax.Array]:
     return [parts[i].astype(jnp.float32) for parts in operands]
 
 
-def _bits(hashes: Sequence[Parts], i: int, j: int) -> jax.Array:
+def half_word(word: jax.Array, j: int) -> jax.Array:
     """16 random bits for average ``j``: the upper or the lower ones of a word."""
-    word = hashes[j // 2][i]
     return word & jnp.uint32(0xFFFF) if j % 2 else word >> 16
 
 

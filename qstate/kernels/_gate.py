@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import lax
 
 from qstate.kernels._filled import filled
@@ -42,6 +43,12 @@ class Gate:
         )
         return done
 
-    def hold(self, step: Callable[[], Any]) -> Any:
-        """``step()``, its results put down in memory, in no order."""
-        return Gate(self._passed)(lambda _: (step(), None))[0]
+    @property
+    def open(self) -> jax.Array:
+        """True (bool[]), which the compiler does not know."""
+        return jnp.array(True) if self._passed is None else self._passed > 0
+
+    @property
+    def passed(self) -> jax.Array | None:
+        """What the next gate starts from."""
+        return self._passed

@@ -4,7 +4,9 @@ from qstate.numerics._blocks import Blocks, block_layout
 from qstate.numerics._codebook import Codebook, dynamic_map
 from qstate.numerics._codec import (
     Scales,
+    blocks_of,
     decode,
+    decode_by_half,
     decode_scaled,
     decode_unscaled,
     encode,

@@ -108,7 +108,7 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     """
     if storage.exact:
         return codes
-    blocks = _blocks(storage, shape)
+    blocks = blocks_of(storage, shape)
     codes = storage.format.widen(unpack(codes, blocks) if storage.packed else blocks.split(codes))
     if storage.has_scales:
         numbers: Any = jax.tree.map(lambda s: scale_number(widen_scale(s)), scales)
@@ -118,9 +118,17 @@ def decode(codes: jax.Array, scales: Scales, storage: Storage, shape: tuple[int,
     return blocks.join(x).reshape(shape)
 
 
+def blocks_of(storage: Storage, shape: tuple[int, ...]) -> Blocks:
+    """How an array is worked on: in its scales' blocks, or in those that share bytes."""
+    shape = shape or (1,)
+    if storage.packed or isinstance(storage.scaling, Block):
+        return block_layout(shape, storage.scaling.block)
+    return Blocks(len(shape) - 1, max(shape[-1], 1), shape[-1], 0)
+
+
 def unpacked(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Array:
     """Codes with one array element each."""
-    blocks = _blocks(storage, shape)
+    blocks = blocks_of(storage, shape)
     return blocks.join(unpack(codes, blocks)) if storage.packed else codes
 
 
@@ -128,7 +136,7 @@ def packed(codes: jax.Array, storage: Storage, shape: tuple[int, ...]) -> jax.Ar
     """The inverse of `unpacked`."""
     if not storage.packed:
         return codes
-    blocks = _blocks(storage, shape)
+    blocks = blocks_of(storage, shape)
     return pack(blocks.split(codes), blocks)
 
 
@@ -138,7 +146,7 @@ def encode_unpacked(
     """`encode` of a float32 array by given bits (uint32 below 2^16), an array element a code."""
     if storage.exact:
         return x, None
-    blocks = _blocks(storage, x.shape)
+    blocks = blocks_of(storage, x.shape)
     x = blocks.split(x.reshape(x.shape or (1,)))
     bits = None if bits is None else blocks.split(bits.reshape(bits.shape or (1,)))
     if not storage.has_scales:
@@ -198,7 +206,7 @@ def encode_scaled(
     # last: XLA puts its result down, and would do what comes behind anew for every element.
     multiplier = each(4 / jnp.where(scale > 0, jnp.maximum(scale, _SMALLEST_SCALE), jnp.inf))
     ys = [u * multiplier for u in parts]
-    factor = _unit(storage) / 4
+    factor = unit_of(storage) / 4
     indices = [_round(y, storage, b, factor) for y, b in zip(ys, bits, strict=True)]
     if not format.zero:
         indices = [jnp.where(multiplier > 0, format.nonzero(i), 0) for i in indices]
@@ -214,7 +222,20 @@ def encode_scaled(
 def decode_scaled(codes: jax.Array, scale: jax.Array, storage: Storage) -> jax.Array:
     """Numbers of codes (int32) under scales (float32) that broadcast against them."""
     # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
-    u = storage.format.value(codes, 1 / _unit(storage), finite=True) * scale
+    u = storage.format.value(codes, 1 / unit_of(storage), finite=True) * scale
+    return _square(u) if storage.domain == "sqrt" else u
+
+
+def decode_by_half(
+    stored: jax.Array, scale: jax.Array, storage: Storage, known: jax.Array
+) -> jax.Array:
+    """The same numbers of codes as they are stored (one an element), the way CPUs are fast at.
+
+    For formats that fit float16. ``known`` is a bool[] that is true, which the compiler must not
+    know: it keeps XLA from multiplying the constant into the scale.
+    """
+    factor = jnp.where(known, jnp.float32(1 / unit_of(storage)), 0)
+    u = storage.format.value_by_half(stored, factor) * scale
     return _square(u) if storage.domain == "sqrt" else u
 
 
@@ -238,15 +259,7 @@ def _special(format: Format, u: jax.Array) -> jax.Array:
     return format.special_index(u)
 
 
-def _blocks(storage: Storage, shape: tuple[int, ...]) -> Blocks:
-    """How an array is worked on: in its scales' blocks, or in those that share bytes."""
-    shape = shape or (1,)
-    if storage.packed or isinstance(storage.scaling, Block):
-        return block_layout(shape, storage.scaling.block)
-    return Blocks(len(shape) - 1, max(shape[-1], 1), shape[-1], 0)
-
-
-def _unit(storage: Storage) -> float:
+def unit_of(storage: Storage) -> float:
     """What number of the grid a scale of 1.0 stands for."""
     top = storage.format.top
     if isinstance(storage.scaling, NoScale):

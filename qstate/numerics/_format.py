@@ -118,6 +118,18 @@ class Format(abc.ABC):
         ``finite`` no code is looked at as NaN or infinity: where a scale carries them, none is.
         """
 
+    @property
+    def fits_half(self) -> bool:
+        """Whether `value_by_half` is there."""
+        return False
+
+    def value_by_half(self, stored: jax.Array, factor: jax.Array) -> jax.Array:
+        """`value` of finite codes as they are stored, by way of float16's bits.
+
+        CPUs widen those in one instruction.
+        """
+        raise NotImplementedError
+
     def narrow(self, code: jax.Array) -> jax.Array:
         """Codes as they are stored (``dtype``), one an element."""
         return code.astype(self.dtype)

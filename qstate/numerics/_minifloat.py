@@ -15,6 +15,9 @@ from qstate.numerics._rounding import RANDOM_BITS, offset, threshold
 _F32_MANTISSA = 23
 _F32_BIAS = 127
 _F32_EXPONENT_BITS = 8
+_F16_MANTISSA = 10
+_F16_EXPONENT_BITS = 5
+_F16_BIAS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +277,22 @@ class Minifloat(Format):
         magnitude = self.value_at(code & ((1 << (self.bits - 1)) - 1), factor, finite=finite)
         signed = lax.bitcast_convert_type(magnitude, jnp.int32) | negative
         return lax.bitcast_convert_type(signed, jnp.float32)
+
+    @property
+    def fits_half(self) -> bool:
+        return (
+            self.bits <= 8 and self.exponent_bits <= _F16_EXPONENT_BITS and self.exponent_bits > 0
+        )
+
+    def value_by_half(self, stored: jax.Array, factor: jax.Array) -> jax.Array:
+        bits = stored.astype(jnp.int16) << (_F16_MANTISSA - self.mantissa_bits)
+        if self.signed:
+            # The sign moves on to its place: it is copied upwards, and cleared in between.
+            place = self.exponent_bits + _F16_MANTISSA
+            bits = (bits << (15 - place)) >> (15 - place)
+            bits = bits & np.int16((1 << place) - 1 - 2**15)
+        number = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+        return number * (factor * jnp.float32(2.0 ** (_F16_BIAS - self._bias)))
 
     def narrow(self, code: jax.Array) -> jax.Array:
         if self.native is None:
