@@ -195,11 +195,11 @@ def _kernel(program: Program, shape: Geometry, tiles: _Tiles, names, values, see
             for (ref, _), parts, s in zip(written, codes, program.writes, strict=True):
                 block.store_codes(ref, parts, s)
             new = [
-                tile if scale is None else jnp.where(here, scale, tile)
+                None if scale is None or tile is None else jnp.where(here, scale, tile)
                 for tile, scale in zip(new, scales, strict=True)
             ]
         for (_, ref), tile, s in zip(written, new, program.writes, strict=True):
-            if ref is not None:
+            if tile is not None:
                 ref[rows, :] = narrow_scale(tile, s.scaling.scale)
 
     lax.fori_loop(0, tiles.rows // tiles.strip, strip, None)

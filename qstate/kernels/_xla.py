@@ -78,7 +78,7 @@ class _Leaf:
     def __init__(self, program, shape, dense, stored, scalars, words, gate: Gate, on_cpu: bool):
         self._program, self._scalars, self._gate, self._on_cpu = program, scalars, gate, on_cpu
         self._views = _views(program.storages, shape)
-        self._dense = dense
+        self._dense, self._shape = dense, shape
         self._random = [_Random(words[h], shape) for h in range(program.hashes)]
         self._scales = [scales for _, scales in stored]
         self._codes = [
@@ -108,7 +108,8 @@ class _Leaf:
             ]
 
         new, in_place = map(iter, self._gate(step, [dense[source] for source in sources]))
-        return [view.exit(next(new if onto is None else in_place)) for onto in program.onto]
+        results = (next(new if onto is None else in_place) for onto in program.onto)
+        return [view.exit(x).reshape(self._shape) for x in results]
 
     def write(self, j: int) -> Stored:
         """Codes and scales of average ``j``."""
@@ -192,28 +193,27 @@ class _View:
     """An array as rows of blocks.
 
     Where all blocks are full that is another shape of the same memory, which arrays have already
-    when they go through the gate: only then are they updated in place.
+    when they go through the gate: only then are they updated in place. Without blocks an array is
+    left as it is (an axis of one block more would have no layout of its own, and XLA would copy).
     """
 
-    def __init__(self, blocks: Blocks, shape: tuple[int, ...]):
-        self.blocks, self._shape = blocks, shape
-        self._full = blocks.extent == blocks.count * blocks.length
-        # An axis of one block more would be one of unknown layout: XLA would copy.
-        self.single = self._full and blocks.count == 1 and not blocks.behind
+    def __init__(self, blocks: Blocks, *, plain: bool):
+        self.blocks, self.plain = blocks, plain
+        self._full = not plain and blocks.extent == blocks.count * blocks.length
+        self._tail = not plain and not self._full
 
     def enter(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape or (1,))
-        return self.blocks.split(x) if self._full and not self.single else x
+        return self.blocks.split(x) if self._full else x
 
     def rows(self, x: jax.Array) -> jax.Array:
-        return x if self._full else self.blocks.split(x)
+        return self.blocks.split(x) if self._tail else x
 
     def leave(self, rows: jax.Array) -> jax.Array:
-        return rows if self._full else self.blocks.join(rows)
+        return self.blocks.join(rows) if self._tail else rows
 
     def exit(self, x: jax.Array) -> jax.Array:
-        x = self.blocks.join(x) if self._full and not self.single else x
-        return x.reshape(self._shape)
+        return self.blocks.join(x) if self._full else x
 
     def rows_of(self, rows: jax.Array, other: "_View") -> jax.Array:
         """Rows of another view as rows of this one."""
@@ -228,10 +228,11 @@ class _View:
 def _views(storages: Sequence[Storage], shape: tuple[int, ...]) -> list[_View]:
     """A view for every storage; those that need no blocks of their own take those of others."""
     blocks = [blocks_of(s, shape) for s in storages]
-    own = [b for b, s in zip(blocks, storages, strict=True) if s.has_scales or s.packed]
+    own = [s.has_scales or s.packed for s in storages]
+    other = next((b for b, has in zip(blocks, own, strict=True) if has), None)
     return [
-        _View(b if s.has_scales or s.packed or not own else own[0], shape)
-        for b, s in zip(blocks, storages, strict=True)
+        _View(b if has or other is None else other, plain=not has and other is None)
+        for b, has in zip(blocks, own, strict=True)
     ]
 
 
@@ -248,7 +249,9 @@ class _Random:
     def bits(self, view: _View, j: int) -> jax.Array:
         """16 bits (uint32) an element for average ``j``, as rows of a view."""
         blocks = view.blocks
-        if blocks.behind:
+        if view.plain:
+            word = element_bits(self._rows, self._columns)
+        elif blocks.behind:
             word = blocks.split(element_bits(self._rows, self._columns))
         else:
             columns = Blocks(0, blocks.length, blocks.extent, 0).split(self._columns)

@@ -26,6 +26,6 @@ from qstate.state._reset import (
     tick,
 )
 from qstate.state._serialization import register_with_flax
-from qstate.state._step import keep_averages, step_averages
+from qstate.state._step import Finish, Rule, keep_averages, step_averages
 from qstate.state._unchanged import unchanged_share
 from qstate.state._warning import warn

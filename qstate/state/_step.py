@@ -1,21 +1,20 @@
 """One step of several averages at once: read, advance, keep.
 
-An optimizer is written once, as a rule on float32 trees, and never sees a code. Leaves that are
-stored in few bits take their step one after the other, so that at any moment one of them is in
-float32, not all.
+An optimizer is written once, as a rule on float32 arrays, and never sees a code. Leaves that are
+stored in few bits take their step one after the other, so that what one of them needs in between
+is there for one, not for all.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 
-from qstate.kernels import filled
+from qstate.kernels import Arrays, Program, Scalars, run
 from qstate.numerics import random_bits, split_key
 from qstate.state._average import (
     Average,
@@ -23,16 +22,48 @@ from qstate.state._average import (
     has_average,
     leaves_of,
     pack,
-    read,
     stored_leaves,
     with_leaves,
     write,
 )
 from qstate.state._damage import check_average
-from qstate.state._reset import Adaptive, Every, Tick
+from qstate.state._reset import SOFT, Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
-Rule = Callable[..., tuple[Any, Sequence[Any]]]
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How an optimizer's averages move, and where it goes from there.
+
+    Attributes:
+      exact: ``(gradients, *old) -> (directions, new)`` on trees of float32, for leaves that are
+        stored exactly.
+      advance: ``(scalars, dense, old) -> new``, elementwise; ``dense[0]`` is the gradient. For
+        leaves in few bits, as are the others. A function that compares equal from step to step.
+      direct: ``(scalars, dense, new) -> direction``, likewise.
+      scalars: all traced numbers that the two need, float32[].
+    """
+
+    exact: Callable[..., tuple[Any, Sequence[Any]]]
+    advance: Callable[[Scalars, Arrays, Arrays], Arrays]
+    direct: Callable[[Scalars, Arrays, Arrays], jax.Array]
+    scalars: Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What becomes of a parameter.
+
+    Attributes:
+      land: ``(scalars, parameter, direction) -> new parameter``, elementwise, in float32. A
+        function that compares equal from step to step.
+      params: the parameters.
+      scalars: what ``land`` needs, float32[].
+    """
+
+    land: Callable[[Scalars, jax.Array, jax.Array], jax.Array]
+    params: Any
+    scalars: Mapping[str, jax.Array]
 
 
 def step_averages(
@@ -42,26 +73,36 @@ def step_averages(
     ticks: Sequence[Tick],
     policies: Sequence[Every | Adaptive | None],
     key: jax.Array,
+    *,
+    finish: Finish | None = None,
+    implementation: str | None = None,
 ) -> tuple[Any, list[Average], jax.Array]:
     """Advances averages by one step.
 
     Args:
-      rule: ``(gradients, *old averages) -> (directions, new averages)``, on float32 trees.
+      rule: the optimizer.
       updates: the gradients.
       averages: the averages, with the tree structure of ``updates``.
       ticks: their clocks in this step.
       policies: their reset policies.
       key: uint32[2].
+      finish: what to do with the directions; None to return them.
+      implementation: of leaves in few bits; None picks.
 
     Returns:
-      The directions, in the dtypes of ``updates``, zero for integers; the averages; the next key.
+      The directions, in the dtypes of ``updates``, zero for integers, or the new parameters; the
+      averages; the next key.
     """
     for average in averages:
         check_average(average)
     gradients, treedef = leaves_of(updates)
+    params = [None] * len(gradients) if finish is None else treedef.flatten_up_to(finish.params)
     stored = [list(p) for p in zip(*(stored_leaves(a)[0] for a in averages), strict=True)]
-    draws, key = _draws(averages, key)
-    directions: list[Any] = [_untouched(g) for g in gradients]
+    stochastic = any(a.storage.stochastic for a in averages)
+    words = jnp.zeros([len(gradients), 2], jnp.uint32)
+    if stochastic:
+        key, words = split_key(key, max(len(a.shapes) for a in averages))
+    results: list[Any] = [_untouched(g) for g in gradients] if finish is None else list(params)
     averaged = [
         i for i, g in enumerate(gradients) if has_average(g) and stored[i][0][0] is not None
     ]
@@ -70,39 +111,34 @@ def step_averages(
     # Exact leaves step together, as in optax: XLA rounds a division by one scalar differently
     # where there are several of them.
     old = [[stored[i][j][0] for i in exact] for j in range(len(averages))]
-    moved, fresh = rule([gradients[i].astype(jnp.float32) for i in exact], *old)
+    moved, fresh = rule.exact([gradients[i].astype(jnp.float32) for i in exact], *old)
     for place, i in enumerate(exact):
-        directions[i] = moved[place].astype(gradients[i].dtype)
+        results[i] = _finished(finish, params[i], gradients[i], moved[place])
         stored[i] = [(t.kept(x[place]), None) for t, x in zip(ticks, fresh, strict=True)]
 
-    gate = _Gate(averages[0].age)
+    program = _program(rule, averages, ticks, finish)
+    scalars = dict(rule.scalars) | (dict(finish.scalars) if finish else {})
+    for j, tick in enumerate(ticks):
+        if tick.due is not None:
+            scalars[f"due{j}"] = tick.due.astype(jnp.float32)
+    passed = jnp.minimum(averages[0].age, 0) + 1  # 1, which the compiler cannot know
     for i in [i for i in averaged if i not in exact]:
-
-        def pack_leaf(leaf, i=i):
-            return [(pack(a, i, c), s) for a, (c, s) in zip(averages, leaf, strict=True)]
-
-        def advance(gradient, leaf, i=i):
-            old = [read(a, i, *pair) for a, pair in zip(averages, leaf, strict=True)]
-            direction, fresh = rule(gradient.astype(jnp.float32), *old)
-            new = [
-                write(a, i, t.kept(x), draw(i, x.shape), scales)
-                for a, t, x, draw, (_, scales) in zip(
-                    averages, ticks, fresh, draws, leaf, strict=True
-                )
-            ]
-            return direction.astype(gradient.dtype), new
-
-        directions[i], stored[i] = gate(advance, gradients[i], stored[i])
-        if any(a.storage.packed for a in averages):
-            # Behind a gate of its own: fused with the rounding it would be ten times as slow on a
-            # CPU, since no loop over halves of blocks is vectorized.
-            stored[i] = gate(pack_leaf, stored[i])
-
+        dense = [gradients[i]] if finish is None else [gradients[i], params[i]]
+        (results[i],), stored[i], passed = run(
+            program(dense[-1].dtype),
+            gradients[i].shape,
+            dense,
+            stored[i],
+            scalars,
+            words[i] + jnp.arange(len(averages), dtype=jnp.uint32)[:, None],
+            passed,
+            implementation=implementation,
+        )
     new = [
         _advanced(average, tick, policy, [leaf[j] for leaf in stored])
         for j, (average, tick, policy) in enumerate(zip(averages, ticks, policies, strict=True))
     ]
-    return treedef.unflatten(directions), new, key
+    return treedef.unflatten(results), new, key
 
 
 def keep_averages(
@@ -121,30 +157,6 @@ def keep_averages(
                 pairs[i] = pack(average, i, codes), scales
         kept.append(_advanced(average, tick, None, pairs))
     return kept, key
-
-
-class _Gate:
-    """Lets one leaf after the other pass, so that they share their temporaries.
-
-    A leaf steps in a branch that is taken when the leaf before is done. Nothing less keeps XLA's
-    schedulers from starting all leaves at once. Outside of a trace operations run in order anyway.
-    """
-
-    def __init__(self, age: jax.Array):
-        # 1, which the compiler cannot know.
-        self._passed = jnp.minimum(age, 0) + 1 if isinstance(age, jax.core.Tracer) else None
-
-    def __call__(self, step: Callable[..., Any], *operands: Any) -> Any:
-        if self._passed is None:
-            return step(*operands)
-        result = jax.eval_shape(step, *operands)
-        self._passed, result = lax.cond(
-            self._passed > 0,
-            lambda passed: (passed + 1, step(*operands)),
-            lambda passed: (passed, jax.tree.map(lambda r: filled(r, 0), result)),
-            self._passed,
-        )
-        return result
 
 
 Draw = Callable[[int, tuple[int, ...]], jax.Array | None]
@@ -175,6 +187,55 @@ def _advanced(
     share = unchanged_share([(average, new)])
     monitor = average.monitor.observe(share, tick, policy.tolerance)
     return dataclasses.replace(new, monitor=monitor)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Emit:
+    """A program's output: the direction, or the new parameter."""
+
+    direct: Callable[[Scalars, Arrays, Arrays], jax.Array]
+    land: Callable[[Scalars, jax.Array, jax.Array], jax.Array] | None
+
+    def __call__(self, scalars: Scalars, dense: Arrays, fresh: Arrays) -> Arrays:
+        direction = self.direct(scalars, dense, fresh)
+        return [direction if self.land is None else self.land(scalars, dense[1], direction)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+    """What is kept of new averages: all, but where one is due to start over."""
+
+    kinds: tuple[str | None, ...]  # of the resets, None where there are none
+
+    def __call__(self, scalars: Scalars, fresh: Arrays) -> Arrays:
+        return [
+            x
+            if kind is None
+            else jnp.where(scalars[f"due{j}"] > 0, x * SOFT if kind == "soft" else 0, x)
+            for j, (x, kind) in enumerate(zip(fresh, self.kinds, strict=True))
+        ]
+
+
+def _program(
+    rule: Rule, averages: Sequence[Average], ticks: Sequence[Tick], finish: Finish | None
+) -> Callable[[Any], Program]:
+    """The step of a leaf in few bits, by the dtype of what comes out of it."""
+    storages = tuple(a.storage for a in averages)
+    kinds = tuple(None if t.due is None else t.kind for t in ticks)
+    emit = _Emit(rule.direct, None if finish is None else finish.land)
+    onto = (None if finish is None else 1,)
+    return lambda dtype: Program(
+        rule.advance, emit, _Keep(kinds), storages, storages, (jnp.dtype(dtype),), onto
+    )
+
+
+def _finished(
+    finish: Finish | None, param: Any, gradient: jax.Array, direction: jax.Array
+) -> jax.Array:
+    """What comes out for an exact leaf."""
+    if finish is None:
+        return direction.astype(gradient.dtype)
+    return finish.land(finish.scalars, param.astype(jnp.float32), direction).astype(param.dtype)
 
 
 def _untouched(gradient: Any) -> Any:

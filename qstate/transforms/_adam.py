@@ -1,17 +1,20 @@
 """Adam, its two averages kept in few bits."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from qstate.kernels import Arrays, Scalars, check_implementation
 from qstate.numerics import Storage, key_words, storage
 from qstate.precision import NarrowParametersWatch
 from qstate.state import (
     Average,
     Exempt,
     Policy,
+    Rule,
     bias_correction,
     resolve,
     step_averages,
@@ -26,6 +29,29 @@ from qstate.transforms._advice import (
 )
 
 _EXACT = storage("fp32")[0]
+
+
+def advance(scalars: Scalars, dense: Arrays, old: Arrays) -> Arrays:
+    """The moments' next values, written so that there is one way alone to contract each sum."""
+    g, (m, v) = dense[0], old
+    return m + scalars["c1"] * (g - m), v + scalars["c2"] * (g * g - v)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction:
+    """Adam's direction from its moments."""
+
+    nesterov: bool
+    rooted: bool  # whether there is an eps_root
+
+    def __call__(self, scalars: Scalars, dense: Arrays, fresh: Arrays) -> jax.Array:
+        m, v = fresh
+        m, v = m * scalars["m_weight"], v * scalars["v_weight"]
+        if self.nesterov:
+            m = m + scalars["g_weight"] * dense[0]
+        if self.rooted:
+            v = v + scalars["eps_root"]
+        return m / (jnp.sqrt(v) + scalars["eps"])
 
 
 class ScaleByAdamState(NamedTuple):
@@ -49,6 +75,7 @@ def scale_by_adam(
     nu_reset: Policy = None,
     key: Any = 0,
     exempt: Exempt | None = None,
+    implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by the Adam rule, with its averages stored as asked.
@@ -117,6 +144,7 @@ def scale_by_adam(
     """
     check_hyperparameters(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     check_first_moment(mu_storage, "the first moment")
+    check_implementation(implementation)
     if not nu_storage.exact:
         nu_storage = nu_storage.without_zero()
     together = mu_reset is not None and mu_reset == nu_reset
@@ -157,13 +185,31 @@ def scale_by_adam(
             u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), m_hat, v_hat)
             return u, (m, v)
 
-        updates, (mu, nu), key = step_averages(
+        scalars = {
+            "c1": 1 - b1,
+            "c2": 1 - b2,
+            "m_weight": 1 / mu_tick.mass,
+            "v_weight": 1 / nu_tick.mass,
+            "eps": eps,
+            "eps_root": eps_root,
+        }
+        if nesterov:
+            ahead = bias_correction(jnp.float32(1), b1, optax.safe_increment(mu_tick.age), mu.mass)
+            scalars |= {"m_weight": b1 * ahead, "g_weight": (1 - b1) / mu_tick.mass}
+        rule = Rule(
             adam,
+            advance,
+            _Direction(nesterov, rooted=not (isinstance(eps_root, float) and eps_root == 0)),
+            {name: jnp.asarray(value, jnp.float32) for name, value in scalars.items()},
+        )
+        updates, (mu, nu), key = step_averages(
+            rule,
             updates,
             averages=(mu, nu),
             ticks=(mu_tick, nu_tick),
             policies=(mu_policy, nu_policy),
             key=state.key,
+            implementation=implementation,
         )
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, ScaleByAdamState(count, mu, nu, key)

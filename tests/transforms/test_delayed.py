@@ -250,7 +250,7 @@ def test_sharded_over_8_devices_it_is_the_same_bits_for_a_collective_of_scalars(
     )
     moved = re.findall(r"= (.*) (?:all-\w+|reduce-scatter|collective-\w+)\(", text)
     assert 1 <= len(moved) <= 4  # one a moment and mesh axis
-    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(moved))) <= {"f32[]", "f32[1,1]"}
+    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(moved))) <= {"s32[]", "s32[1,1]"}
 
 
 def _orbax(saved, target, folder):

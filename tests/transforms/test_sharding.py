@@ -134,6 +134,8 @@ def test_rank_1_scales_take_small_reductions_only():
     tx = qstate.adamw(1e-3, storage="int4")
     sharded = _laid_out((params, tx.init(params)), _mesh(2, 4), spec)
     text = jax.jit(tx.update).lower(sharded[0], sharded[1], sharded[0]).compile().as_text()
-    moved = re.findall(r"= (?:f32|u32|u8|bf16)\[([\d,]*)\]\S* (?:all-|collective|reduce-sc)", text)
+    moved = re.findall(
+        r"= (?:f32|s32|u32|u8|bf16)\[([\d,]*)\]\S* (?:all-|collective|reduce-sc)", text
+    )
     assert moved
     assert max(np.prod([int(n) for n in dims.split(",") if n]) for dims in moved) <= columns
