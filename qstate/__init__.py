@@ -36,7 +36,7 @@ from qstate.precision import (
     with_master_weights,
 )
 from qstate.report import dequantize, describe, nbytes, stall_fraction
-from qstate.state import adaptive, every
+from qstate.state import adaptive, every, step
 from qstate.transforms import quantize_state, scale_by_adam
 
 __version__ = "0.1.0.dev0"

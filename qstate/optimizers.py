@@ -10,7 +10,7 @@ from qstate import theory
 from qstate.numerics import Storage
 from qstate.numerics import storage as recipe
 from qstate.state import Adaptive, Every, Exempt, Policy, every
-from qstate.transforms import scale_by_adam
+from qstate.transforms import descend, scale_by_adam
 
 Storages = str | tuple[Storage, Storage]
 Reset = str | Policy | tuple[Policy, Policy]
@@ -29,6 +29,7 @@ def adam(
     reset: Reset = "recipe",
     key: Any = 0,
     exempt: Exempt | None = None,
+    implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam whose averages are stored as asked; `adamw` without weight decay.
@@ -36,7 +37,7 @@ def adam(
     Args:
       learning_rate: a number or a schedule.
       b1, b2, eps, eps_root, nesterov: as in `scale_by_adam`.
-      storage, reset, key, exempt: as in `adamw`.
+      storage, reset, key, exempt, implementation: as in `adamw`.
 
     Returns:
       A `optax.GradientTransformationExtraArgs`.
@@ -49,9 +50,11 @@ def adam(
       Kingma and Ba, `Adam: A Method for Stochastic Optimization
       <https://arxiv.org/abs/1412.6980>`_, 2015
     """
-    return optax.chain(
-        _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, nesterov),
-        optax.scale_by_learning_rate(learning_rate),
+    return descend(
+        _scale_by_adam(
+            b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov
+        ),
+        learning_rate,
     )
 
 
@@ -68,6 +71,7 @@ def adamw(
     reset: Reset = "recipe",
     key: Any = 0,
     exempt: Exempt | None = None,
+    implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW whose averages are stored as asked.
@@ -86,9 +90,11 @@ def adamw(
       key: seed of stochastic rounding: an integer or a JAX key.
       exempt: ``(path, leaf) -> bool``, which leaves stay float32; by default those of fewer than
         4096 elements.
+      implementation: as in `scale_by_adam`.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs`.
+      A `optax.GradientTransformationExtraArgs`. `qstate.step` updates the parameters in the same
+      pass.
 
     Raises:
       ValueError, TypeError: for a name, a storage or a policy that is none.
@@ -114,14 +120,17 @@ def adamw(
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
       <https://arxiv.org/abs/1711.05101>`_, 2019
     """
-    return optax.chain(
-        _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, nesterov),
-        optax.add_decayed_weights(weight_decay, _floating if mask is None else mask),
-        optax.scale_by_learning_rate(learning_rate),
+    return descend(
+        _scale_by_adam(
+            b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov
+        ),
+        learning_rate,
+        weight_decay,
+        _floating if mask is None else mask,
     )
 
 
-def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, nesterov):
+def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov):
     mu_storage, nu_storage = storages(storage)
     mu_reset, nu_reset = resets(reset, storage)
     return scale_by_adam(
@@ -135,6 +144,7 @@ def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, nesterov)
         nu_reset=nu_reset,
         key=key,
         exempt=exempt,
+        implementation=implementation,
         nesterov=nesterov,
     )
 

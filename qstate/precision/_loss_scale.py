@@ -21,7 +21,14 @@ from qstate.precision._narrow_parameters import (
 )
 from qstate.precision._scaler import LARGEST_SCALE, Scaler, scaler_of
 from qstate.precision._stochastic_params import StochasticRoundParamsState
-from qstate.state import check_dtype, filled, is_average, register_with_flax
+from qstate.state import (
+    check_dtype,
+    filled,
+    is_average,
+    register_with_flax,
+    step,
+    with_step,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -63,7 +70,8 @@ def with_loss_scale(
         `jax.shard_map` without ``check_vma``. Elsewhere every shard is looked at anyway.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs`.
+      A `optax.GradientTransformationExtraArgs`. `qstate.step` updates the parameters inside of the
+      choice, in one pass where ``inner`` can.
 
     Raises:
       TypeError: if ``loss_scale`` is none of jmp's, or (in ``update``) if the state was cast.
@@ -117,27 +125,53 @@ def with_loss_scale(
             total_notfinite=jnp.zeros([], jnp.int32),
         )
 
-    def update_fn(updates, state, params=None, **extra_args) -> Any:
+    def guarded(scaled, state, commit, skip) -> Any:
+        """What ``commit`` or ``skip`` return, and the state after it.
+
+        Both take gradients, scaled or not, and the inner state, and return a result and the inner
+        state.
+        """
         watch.warn()
         check_dtype("the loss scale", state.scaler.value, jnp.float32)
-        finite = _all_finite(state.scaler.unscale(updates), axes)
+        finite = _all_finite(state.scaler.unscale(scaled), axes)
 
-        def commit(scaled, inner_state):
+        def unscaled(scaled, inner_state):
             # Unscaled once more: handed in, all of them would be in memory in float32.
-            gradients = state.scaler.unscale(scaled)
-            updates, new = inner.update(gradients, inner_state, params, **extra_args)
-            return updates, _cast_like(new, inner_state)
+            result, new = commit(state.scaler.unscale(scaled), inner_state)
+            return result, _cast_like(new, inner_state)
 
-        updates, inner_state = _commit_or_skip(finite, commit, updates, state.inner_state)
+        result, inner_state = _one_of(finite, unscaled, skip, scaled, state.inner_state)
         count, total = state.notfinite_count, state.total_notfinite
-        return updates, LossScaleState(
+        return result, LossScaleState(
             inner_state,
             state.scaler.adjust(finite),
             jnp.where(finite, jnp.zeros_like(count), optax.safe_increment(count)),
             jnp.where(finite, total, optax.safe_increment(total)),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        def commit(gradients, inner_state):
+            return inner.update(gradients, inner_state, params, **extra_args)
+
+        def skip(scaled, inner_state):
+            shapes, _ = jax.eval_shape(
+                lambda g, s: commit(state.scaler.unscale(g), s), scaled, inner_state
+            )
+            return jax.tree.map(_nothing, shapes), inner_state
+
+        return guarded(updates, state, commit, skip)
+
+    def step_fn(grads, state, params, **extra_args) -> Any:
+        return guarded(
+            grads,
+            state,
+            lambda gradients, inner_state: step(
+                inner, gradients, inner_state, params, **extra_args
+            ),
+            lambda scaled, inner_state: (params, inner_state),
+        )
+
+    return with_step(optax.GradientTransformationExtraArgs(init_fn, update_fn), step_fn)
 
 
 def loss_scale(opt_state: Any) -> jmp.LossScale:
@@ -204,20 +238,18 @@ def _all_finite(gradients: Any, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
 
 
-def _commit_or_skip(
-    finite: jax.Array, commit: Callable[..., Any], gradients: Any, inner_state: Any
+def _one_of(
+    finite: jax.Array,
+    commit: Callable[..., Any],
+    skip: Callable[..., Any],
+    gradients: Any,
+    inner_state: Any,
 ) -> Any:
-    """``commit(gradients, inner_state)``, or updates that change nothing and the state as it is.
+    """What one of two functions of the gradients and the state returns.
 
     The choice is a branch, not a select: the state is updated in place, and nothing that a bad
     gradient led to is computed.
     """
-    shapes, _ = jax.eval_shape(commit, gradients, inner_state)
-
-    def skip(gradients, inner_state):
-        del gradients
-        return jax.tree.map(_nothing, shapes), inner_state
-
     if isinstance(finite, jax.core.Tracer):
         return lax.cond(finite, commit, skip, gradients, inner_state)
     # Outside of a trace a branch would be compiled anew in every step.

@@ -10,7 +10,7 @@ from qstate.precision._dtypes import in_float32, is_narrow
 from qstate.precision._find import find
 from qstate.precision._landing import equal, sum_of, update_to
 from qstate.precision._remainder import REMAINDER_BITS, join, remainder_of, split
-from qstate.state import check_dtype, path_name
+from qstate.state import check_dtype, path_name, step, with_step
 
 
 class MasterWeightsState(NamedTuple):
@@ -94,6 +94,19 @@ def with_master_weights(
         inner_state = inner.init(treedef.unflatten(wide))
         return MasterWeightsState(inner_state, _named(leaves, kept, treedef, remainder))
 
+    def step_fn(grads, state, params, **extra_args) -> Any:
+        weights = _weights(state, params, remainder)
+        weights, inner_state = step(
+            inner, jax.tree.map(in_float32, grads), state.inner_state, weights, **extra_args
+        )
+        leaves, treedef = jax.tree.flatten(params)
+        landed = [
+            _landed(p, w, remainder) if is_narrow(p) else (w, None)
+            for p, w in zip(leaves, treedef.flatten_up_to(weights), strict=True)
+        ]
+        master = _named(leaves, [kept for _, kept in landed], treedef, remainder)
+        return treedef.unflatten(p for p, _ in landed), MasterWeightsState(inner_state, master)
+
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         if params is None:
             raise ValueError(
@@ -115,7 +128,7 @@ def with_master_weights(
         master = _named(columns[0], kept, treedef, remainder)
         return treedef.unflatten(emitted), MasterWeightsState(inner_state, master)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return with_step(optax.GradientTransformationExtraArgs(init_fn, update_fn), step_fn)
 
 
 def master_params(opt_state: Any, params: Any = None) -> Any:
@@ -154,6 +167,11 @@ def master_params(opt_state: Any, params: Any = None) -> Any:
             f"the state holds {what} of the weights: qstate.master_params(opt_state, params)"
         )
     return tree
+
+
+def _landed(p: jax.Array, w: jax.Array, remainder: int | None) -> tuple[jax.Array, jax.Array]:
+    """A parameter in its dtype, for a weight, and what is kept beside it."""
+    return (w.astype(p.dtype), w) if remainder is None else split(w, p.dtype, remainder)
 
 
 def _step(p: jax.Array, w: jax.Array, u: jax.Array, remainder: int | None) -> tuple[Any, Any]:

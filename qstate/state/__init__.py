@@ -7,6 +7,7 @@ from qstate.state._average import (
     dequantize_average,
     has_average,
     is_average,
+    leaves_of,
     path_name,
     small_leaf,
     stored_leaves,
@@ -27,5 +28,6 @@ from qstate.state._reset import (
 )
 from qstate.state._serialization import register_with_flax
 from qstate.state._step import Finish, Rule, keep_averages, step_averages
+from qstate.state._stepping import move_of, step, with_move, with_step
 from qstate.state._unchanged import unchanged_share
 from qstate.state._warning import warn

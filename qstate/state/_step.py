@@ -52,17 +52,17 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """What becomes of a parameter.
+    """What becomes of the parameters.
 
     Attributes:
-      land: ``(scalars, parameter, direction) -> new parameter``, elementwise, in float32. A
-        function that compares equal from step to step.
       params: the parameters.
-      scalars: what ``land`` needs, float32[].
+      lands: a tree like them: ``(scalars, parameter, direction) -> new parameter``, elementwise, in
+        float32. Functions that compare equal from step to step.
+      scalars: what they need, float32[].
     """
 
-    land: Callable[[Scalars, jax.Array, jax.Array], jax.Array]
     params: Any
+    lands: Any
     scalars: Mapping[str, jax.Array]
 
 
@@ -96,7 +96,10 @@ def step_averages(
     for average in averages:
         check_average(average)
     gradients, treedef = leaves_of(updates)
-    params = [None] * len(gradients) if finish is None else treedef.flatten_up_to(finish.params)
+    params, lands = [None] * len(gradients), [None] * len(gradients)
+    if finish is not None:
+        params = treedef.flatten_up_to(finish.params)
+        lands = treedef.flatten_up_to(finish.lands)
     stored = [list(p) for p in zip(*(stored_leaves(a)[0] for a in averages), strict=True)]
     stochastic = any(a.storage.stochastic for a in averages)
     words = jnp.zeros([len(gradients), 2], jnp.uint32)
@@ -113,10 +116,11 @@ def step_averages(
     old = [[stored[i][j][0] for i in exact] for j in range(len(averages))]
     moved, fresh = rule.exact([gradients[i].astype(jnp.float32) for i in exact], *old)
     for place, i in enumerate(exact):
-        results[i] = _finished(finish, params[i], gradients[i], moved[place])
+        results[i] = _landed(finish, lands[i], params[i], gradients[i], moved[place])
         stored[i] = [(t.kept(x[place]), None) for t, x in zip(ticks, fresh, strict=True)]
 
-    program = _program(rule, averages, ticks, finish)
+    kinds = tuple(None if t.due is None else t.kind for t in ticks)
+    storages = tuple(a.storage for a in averages)
     scalars = dict(rule.scalars) | (dict(finish.scalars) if finish else {})
     for j, tick in enumerate(ticks):
         if tick.due is not None:
@@ -124,8 +128,17 @@ def step_averages(
     passed = jnp.minimum(averages[0].age, 0) + 1  # 1, which the compiler cannot know
     for i in [i for i in averaged if i not in exact]:
         dense = [gradients[i]] if finish is None else [gradients[i], params[i]]
+        program = Program(
+            rule.advance,
+            _Emit(rule.direct, lands[i]),
+            _Keep(kinds),
+            reads=storages,
+            writes=storages,
+            dtypes=(jnp.dtype(dense[-1].dtype),),
+            onto=(None if finish is None else 1,),
+        )
         (results[i],), stored[i], passed = run(
-            program(dense[-1].dtype),
+            program,
             gradients[i].shape,
             dense,
             stored[i],
@@ -216,26 +229,13 @@ class _Keep:
         ]
 
 
-def _program(
-    rule: Rule, averages: Sequence[Average], ticks: Sequence[Tick], finish: Finish | None
-) -> Callable[[Any], Program]:
-    """The step of a leaf in few bits, by the dtype of what comes out of it."""
-    storages = tuple(a.storage for a in averages)
-    kinds = tuple(None if t.due is None else t.kind for t in ticks)
-    emit = _Emit(rule.direct, None if finish is None else finish.land)
-    onto = (None if finish is None else 1,)
-    return lambda dtype: Program(
-        rule.advance, emit, _Keep(kinds), storages, storages, (jnp.dtype(dtype),), onto
-    )
-
-
-def _finished(
-    finish: Finish | None, param: Any, gradient: jax.Array, direction: jax.Array
+def _landed(
+    finish: Finish | None, land: Any, param: Any, gradient: jax.Array, direction: jax.Array
 ) -> jax.Array:
     """What comes out for an exact leaf."""
     if finish is None:
         return direction.astype(gradient.dtype)
-    return finish.land(finish.scalars, param.astype(jnp.float32), direction).astype(param.dtype)
+    return land(finish.scalars, param.astype(jnp.float32), direction).astype(param.dtype)
 
 
 def _untouched(gradient: Any) -> Any:

@@ -13,12 +13,14 @@ from qstate.precision import NarrowParametersWatch
 from qstate.state import (
     Average,
     Exempt,
+    Finish,
     Policy,
     Rule,
     bias_correction,
     resolve,
     step_averages,
     tick,
+    with_move,
     zeros,
 )
 from qstate.transforms._advice import (
@@ -104,6 +106,9 @@ def scale_by_adam(
       key: seed of stochastic rounding: an integer or a JAX key.
       exempt: ``(path, leaf) -> bool``, which leaves stay float32; by default those of fewer than
         4096 elements. Paths read like ``"layers/0/kernel"``.
+      implementation: what computes the step of leaves in few bits: ``"pallas_tpu"`` or
+        ``"pallas_gpu"``, kernels that move each byte once; ``"tiled_xla"``, fused loops in place,
+        anywhere; ``"reference"``. All give the same bits; a name runs or raises. None picks.
       nesterov: whether to use Nesterov momentum, as in `optax.scale_by_adam`.
 
     Returns:
@@ -164,8 +169,8 @@ def scale_by_adam(
             key=key_words(key),
         )
 
-    def update_fn(updates, state, params=None, **extra_args) -> Any:
-        del params, extra_args
+    def move(updates, state, finish: Finish | None) -> Any:
+        """What `step_averages` returns for the updates, and the next state."""
         watch.warn()
         mu, nu = state.mu, state.nu
         nu_tick = tick(nu, b2, nu_policy)
@@ -209,9 +214,15 @@ def scale_by_adam(
             ticks=(mu_tick, nu_tick),
             policies=(mu_policy, nu_policy),
             key=state.key,
+            finish=finish,
             implementation=implementation,
         )
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, ScaleByAdamState(count, mu, nu, key)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        del params, extra_args
+        return move(updates, state, None)
+
+    tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return with_move(tx, move)
