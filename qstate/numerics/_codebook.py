@@ -80,10 +80,10 @@ class Codebook(Format):
         below, above = self.value_at(index), self.value_at(index + 1)
         return index, jnp.clip((y - below) / (above - below), 0, 1)
 
-    def nonzero(self, index: jax.Array) -> jax.Array:
-        if 0.0 not in self.values:
-            return index
-        return jnp.where(index == self.values.index(0.0), index + 1, index)
+    def nonzero(self, index: jax.Array, live: jax.Array) -> jax.Array:
+        if 0.0 in self.values:
+            index = jnp.where(index == self.values.index(0.0), index + 1, index)
+        return index * live
 
     def value_at(self, index: jax.Array) -> jax.Array:
         return _look_up(np.array(self.values, np.float32), index)

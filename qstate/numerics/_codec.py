@@ -40,6 +40,7 @@ from qstate.numerics._storage import Storage
 Scales = None | jax.Array | tuple[jax.Array, ...]
 
 _LARGEST = np.finfo(np.float32).max
+_LARGEST_ROOT = np.float32(2.0**64 * (1 - 2.0**-24))
 _SMALLEST_SCALE = np.float32(2.0**-126 * (1 + 2.0**-23))  # 4 over it is finite
 _ONE = 0x3F800000
 _INFINITY = 0x7F800000
@@ -171,7 +172,7 @@ def encode_unscaled(x: jax.Array, storage: Storage, bits: jax.Array | None) -> j
     u = _square_root(x) if storage.domain == "sqrt" else x
     index = _round(u, storage, bits)
     if not format.zero:
-        index = jnp.where(u != 0, format.nonzero(index), index)
+        index = format.nonzero(index, (u != 0).astype(jnp.int32))
     index = jnp.where(jnp.isfinite(u), index, _special(format, u))
     return format.code(index, u)
 
@@ -199,7 +200,9 @@ def encode_scaled(
       previous: what was stored before.
     """
     format, scaling = storage.format, storage.scaling
-    parts = [_square_root(x) if storage.domain == "sqrt" else x for x in parts]
+    if storage.domain == "sqrt":
+        # Negative numbers count as zero. What is not finite is in a block that is bad already.
+        parts = [lax.sqrt(_from_bits(jnp.maximum(_bits(x), 0))) for x in parts]
     scales = scaling.remember(_store(measured, storage), previous)
     scale = spread(jax.tree.map(scale_number, scales))
     # 0 where nothing can be scaled: all is zero, or something is not finite. The division comes
@@ -208,10 +211,11 @@ def encode_scaled(
     ys = [u * multiplier for u in parts]
     factor = unit_of(storage) / 4
     indices = [_round(y, storage, b, factor) for y, b in zip(ys, bits, strict=True)]
+    live = (multiplier > 0).astype(jnp.int32)
     if not format.zero:
-        indices = [jnp.where(multiplier > 0, format.nonzero(i), 0) for i in indices]
+        indices = [format.nonzero(i, live) for i in indices]
     elif not isinstance(format, Minifloat):  # where zero is not the first of the list
-        indices = [jnp.where(multiplier > 0, i, 0) for i in indices]
+        indices = [i * live for i in indices]
     if scaling.scale == "power_of_two":
         indices, scales = _settle_power_of_two(
             indices, scales, storage, measure, lambda halve: each(spread(halve))
@@ -222,8 +226,8 @@ def encode_scaled(
 def decode_scaled(codes: jax.Array, scale: jax.Array, storage: Storage) -> jax.Array:
     """Numbers of codes (int32) under scales (float32) that broadcast against them."""
     # The largest code times 1/top is exactly 1 for every format: it decodes to the scale.
-    u = storage.format.value(codes, 1 / unit_of(storage), finite=True) * scale
-    return _square(u) if storage.domain == "sqrt" else u
+    value = storage.format.value(codes, 1 / unit_of(storage), finite=True)
+    return _scaled(value, scale, storage)
 
 
 def decode_by_half(
@@ -235,8 +239,15 @@ def decode_by_half(
     know: it keeps XLA from multiplying the constant into the scale.
     """
     factor = jnp.where(known, jnp.float32(1 / unit_of(storage)), 0)
-    u = storage.format.value_by_half(stored, factor) * scale
-    return _square(u) if storage.domain == "sqrt" else u
+    return _scaled(storage.format.value_by_half(stored, factor), scale, storage)
+
+
+def _scaled(value: jax.Array, scale: jax.Array, storage: Storage) -> jax.Array:
+    if storage.domain == "linear":
+        return value * scale
+    # A root near 2^64 may have been rounded up to it, and its square would be infinite.
+    u = value * jnp.where(scale < jnp.inf, jnp.minimum(scale, _LARGEST_ROOT), scale)
+    return u * u
 
 
 def decode_unscaled(codes: jax.Array, storage: Storage) -> jax.Array:
@@ -270,28 +281,33 @@ def unit_of(storage: Storage) -> float:
 def magnitudes(parts: Sequence[jax.Array], storage: Storage) -> list[jax.Array]:
     """What elements ask of their scale, as a float32's bits (int32); infinity or NaN where bad.
 
-    As integers, since XLA's floating maximum on CPUs drops NaN.
+    As integers, since XLA's floating maximum on CPUs drops NaN. In the domain "sqrt" still of the
+    numbers, not of their roots: the largest is the same.
     """
-    return [
-        _magnitude(_square_root(x) if storage.domain == "sqrt" else x, storage.format)
-        for x in parts
-    ]
+    format = storage.format
+    # A map may reach further up than down; elsewhere negative numbers count as zero.
+    both = format.signed and storage.domain == "linear"
+    reach = format.top / -format.bottom if both else 0.0
+    return [_magnitude(x, reach) for x in parts]
 
 
-def _magnitude(u: jax.Array, format: Format) -> jax.Array:
-    bits = lax.bitcast_convert_type(u, jnp.int32)
+def _magnitude(x: jax.Array, reach: float) -> jax.Array:
+    """The bits of a magnitude, that of negative numbers times a factor."""
+    bits = _bits(x)
     magnitude = bits & 0x7FFFFFFF
-    if format.bottom == -format.top:
+    if reach == 1:
         return magnitude
-    # Negative numbers: not on the grid, or on a side of it that reaches less far.
-    stretch = format.top / format.bottom if format.signed else 0.0
-    stretched = jnp.minimum(u * jnp.float32(stretch), _LARGEST)
     below = (bits < 0) & (magnitude < _INFINITY)
-    return jnp.where(below, lax.bitcast_convert_type(stretched, jnp.int32) & 0x7FFFFFFF, magnitude)
+    if reach == 0:
+        return jnp.where(below, 0, magnitude)
+    stretched = jnp.minimum(jnp.abs(x) * jnp.float32(reach), _LARGEST)
+    return jnp.where(below, _bits(stretched), magnitude)
 
 
 def _store(measured: Any, storage: Storage) -> Any:
     format, scaling = storage.format, storage.scaling
+    if storage.domain == "sqrt":
+        measured = jax.tree.map(_root, measured)
     if isinstance(scaling, NoScale):
         # One scale for all: 1.0, or what cannot be scaled.
         one = jnp.where(measured < _INFINITY, jnp.int32(_ONE), measured)
@@ -326,6 +342,20 @@ def _settle_power_of_two(
     spreaded = spread(halve)
     indices = [jnp.where(spreaded, format.doubled(i), i) for i in indices]
     return indices, jnp.where(halve, scales - 1, scales)
+
+
+def _root(measured: jax.Array) -> jax.Array:
+    """The bits of a root, of a number's bits."""
+    root = _bits(lax.sqrt(_from_bits(measured)))
+    return jnp.where(measured < _INFINITY, root, measured)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _square_root(x: jax.Array) -> jax.Array:

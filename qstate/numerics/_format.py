@@ -99,8 +99,11 @@ class Format(abc.ABC):
         return round_stochastic(index, fraction * ((y + low) / (high + low)), bits)
 
     @abc.abstractmethod
-    def nonzero(self, index: jax.Array) -> jax.Array:
-        """``index``, moved up by one where it stands for zero."""
+    def nonzero(self, index: jax.Array, live: jax.Array) -> jax.Array:
+        """``index``, moved up by one where it stands for zero and ``live`` is 1 (int32).
+
+        Where ``live`` is 0 so is the code; ``index`` is that of zero there.
+        """
 
     @abc.abstractmethod
     def value_at(self, index: jax.Array) -> jax.Array:

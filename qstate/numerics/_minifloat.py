@@ -200,9 +200,8 @@ class Minifloat(Format):
         if not self._rounds_by_sums:
             return super().round_root(y, bits, factor)
         binade, magnitude = self._binade(y, factor)
-        ulps = magnitude * _power_of_two(
-            self.mantissa_bits + _F32_BIAS - (binade >> _F32_MANTISSA)
-        )  # exact
+        reciprocal = _as_int32((2 * _F32_BIAS + self.mantissa_bits) << _F32_MANTISSA) - binade
+        ulps = magnitude * lax.bitcast_convert_type(reciprocal, jnp.float32)  # exact
         whole = jnp.floor(ulps)
         rest = ulps - whole
         # (ulps^2 - whole^2) / ((whole + 1)^2 - whole^2) > threshold, without a division.
@@ -228,8 +227,8 @@ class Minifloat(Format):
         first = (self._lowest_exponent + _F32_BIAS) << self.mantissa_bits
         return (binade >> (_F32_MANTISSA - self.mantissa_bits)) - first
 
-    def nonzero(self, index: jax.Array) -> jax.Array:
-        return jnp.maximum(index, 1)
+    def nonzero(self, index: jax.Array, live: jax.Array) -> jax.Array:
+        return jnp.maximum(index, live)
 
     def value_at(self, index: jax.Array, factor: float = 1.0, *, finite: bool = False) -> jax.Array:
         dropped = _F32_MANTISSA - self.mantissa_bits
