@@ -56,9 +56,9 @@ def step(
       The parameters, in their dtypes, and the state.
 
     Numerics:
-      The same as the two calls, to the last bit for float32 parameters under `jax.jit`. With 16-bit
-      parameters or gradients the pass computes in float32 and rounds once, where the two calls
-      round the update as well.
+      The same as the two calls, under `jax.jit` and in float32 to the last bit; inside of wrappers
+      to the last place, since there the two calls round the update before they add it. With 16-bit
+      parameters or gradients the pass computes in float32 and rounds once.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, qstate

@@ -57,15 +57,16 @@ def test_parameters_and_state_are_updated_in_place(name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
 @optimizers
 def test_the_guard_takes_no_more_than_the_updates(name, dtype):
-    """Which leave a branch, so they are in memory all at once: 4 bytes a parameter."""
+    """Which leave a branch, so they are in memory all at once: 4 bytes a parameter.
+
+    Beside them, of one leaf at a time, its unscaled gradient, its direction, and in 4 bits its
+    codes one to a byte.
+    """
     guarded, (params, state) = compiled(name, True, dtype)
-    plain, _ = compiled(name, False, dtype)
     one_leaf = 4 * SIDE * SIDE
-    extra = (
-        guarded.memory_analysis().temp_size_in_bytes - plain.memory_analysis().temp_size_in_bytes
-    )
+    beside = {"qstate-fp8": 2.1, "qstate-fp4": 2.65, "optax": 0.1}[name] * one_leaf
     assert size(state) > one_leaf  # a second copy of it could not hide below
-    assert extra <= size(params) + one_leaf
+    assert guarded.memory_analysis().temp_size_in_bytes <= size(params) + beside
 
 
 @optimizers
