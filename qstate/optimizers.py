@@ -29,6 +29,7 @@ def adam(
     reset: Reset = "recipe",
     key: Any = 0,
     exempt: Exempt | None = None,
+    shardings: Any = None,
     implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,7 +38,7 @@ def adam(
     Args:
       learning_rate: a number or a schedule.
       b1, b2, eps, eps_root, nesterov: as in `scale_by_adam`.
-      storage, reset, key, exempt, implementation: as in `adamw`.
+      storage, reset, key, exempt, shardings, implementation: as in `adamw`.
 
     Returns:
       A `optax.GradientTransformationExtraArgs`.
@@ -52,7 +53,7 @@ def adam(
     """
     return descend(
         _scale_by_adam(
-            b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov
+            b1, b2, eps, eps_root, storage, reset, key, exempt, shardings, implementation, nesterov
         ),
         learning_rate,
     )
@@ -71,6 +72,7 @@ def adamw(
     reset: Reset = "recipe",
     key: Any = 0,
     exempt: Exempt | None = None,
+    shardings: Any = None,
     implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -90,7 +92,7 @@ def adamw(
       key: seed of stochastic rounding: an integer or a JAX key.
       exempt: ``(path, leaf) -> bool``, which leaves stay float32; by default those of fewer than
         4096 elements.
-      implementation: as in `scale_by_adam`.
+      shardings, implementation: as in `scale_by_adam`.
 
     Returns:
       A `optax.GradientTransformationExtraArgs`. `qstate.step` updates the parameters in the same
@@ -122,7 +124,7 @@ def adamw(
     """
     return descend(
         _scale_by_adam(
-            b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov
+            b1, b2, eps, eps_root, storage, reset, key, exempt, shardings, implementation, nesterov
         ),
         learning_rate,
         weight_decay,
@@ -130,7 +132,9 @@ def adamw(
     )
 
 
-def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, implementation, nesterov):
+def _scale_by_adam(
+    b1, b2, eps, eps_root, storage, reset, key, exempt, shardings, implementation, nesterov
+):
     mu_storage, nu_storage = storages(storage)
     mu_reset, nu_reset = resets(reset, storage)
     return scale_by_adam(
@@ -144,6 +148,7 @@ def _scale_by_adam(b1, b2, eps, eps_root, storage, reset, key, exempt, implement
         nu_reset=nu_reset,
         key=key,
         exempt=exempt,
+        shardings=shardings,
         implementation=implementation,
         nesterov=nesterov,
     )

@@ -7,16 +7,19 @@
 All give the same bits. A name runs or raises; None takes the first that can run.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from qstate.kernels import _gpu, _tpu, _xla
 from qstate.kernels._gate import Gate
 from qstate.kernels._geometry import Geometry, geometry
+from qstate.kernels._partition import LOCAL, Placement, Shard, on_every_shard, shard_of
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import place_seeds
 
@@ -39,7 +42,9 @@ def check_implementation(implementation: str | None) -> None:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "shape", "implementation", "interpret"), inline=True
+    jax.jit,
+    static_argnames=("program", "shape", "implementation", "placement", "interpret"),
+    inline=True,
 )
 def run(
     program: Program,
@@ -51,6 +56,7 @@ def run(
     passed: jax.Array,
     *,
     implementation: str | None = None,
+    placement: Placement = LOCAL,
     interpret: bool = False,
 ) -> Result:
     """Runs a program on a leaf.
@@ -64,6 +70,7 @@ def run(
       words: uint32[hashes, 2], keys of the random bits.
       passed: int32[], above 0: what the leaf before returned.
       implementation: a name, or None.
+      placement: where the leaf lies; see `placement_of`.
       interpret: for tests: run a kernel on any machine, slowly.
 
     Returns:
@@ -81,25 +88,50 @@ def run(
             *operands, cpu=functools.partial(plain, on_cpu=True), default=plain
         )
     if implementation is not None:
-        reason = _unsupported(implementation, program, shape)
-        if reason is not None:
+        # Who names a kernel where nothing is known of the partition says that there is none.
+        planned = _plan(implementation, program, shape, placement or LOCAL)
+        if isinstance(planned, str):
             raise ValueError(
-                f"implementation={implementation!r} cannot run this: {reason}; use None, which "
+                f"implementation={implementation!r} cannot run this: {planned}; use None, which "
                 "takes what can"
             )
-        return _kernel(implementation, program, shape, *operands, interpret=interpret)
+        return _kernel(implementation, program, shape, planned, *operands, interpret=interpret)
     branches = {"cpu": functools.partial(plain, on_cpu=True)}
-    if jax.device_count() == 1:  # a kernel does not know how its operands are partitioned
-        for platform, name in (("tpu", "pallas_tpu"), ("cuda", "pallas_gpu")):
-            if _unsupported(name, program, shape) is None:
-                branches[platform] = functools.partial(_kernel, name, program, shape)
+    for platform, name in (("tpu", "pallas_tpu"), ("cuda", "pallas_gpu")):
+        planned = _plan(name, program, shape, placement)
+        if not isinstance(planned, str):
+            branches[platform] = functools.partial(_kernel, name, program, shape, planned)
     return lax.platform_dependent(*operands, **branches, default=plain)
 
 
-def _unsupported(name: str, program: Program, shape: tuple[int, ...]) -> str | None:
-    """Why a kernel cannot run a program on a leaf of that shape; None if it can."""
-    found = geometry(program, shape)
-    return found if isinstance(found, str) else _KERNELS[name].supports(program, found)
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How a kernel runs on a leaf: what it sees, and which part of the leaf that is."""
+
+    geometry: Geometry
+    shard: Shard | None  # None: all of it
+
+
+def _plan(name: str, program: Program, shape: tuple[int, ...], placement: Placement) -> _Plan | str:
+    """How a kernel runs on a leaf, or why it cannot."""
+    if placement is None:
+        return "it is not known how its arrays are partitioned"
+    whole = geometry(program, shape)
+    if isinstance(whole, str):
+        return whole
+    if placement == LOCAL:
+        return _KERNELS[name].supports(program, whole) or _Plan(whole, None)
+    assert isinstance(placement, NamedSharding)
+    shard = shard_of(shape, placement, whole.block)
+    if isinstance(shard, str):
+        return shard
+    part = geometry(program, shard.shape)
+    if isinstance(part, str):
+        return part
+    if part.block != whole.block and part.columns != part.block:
+        return f"shards of {part.columns} columns would cut blocks of {whole.block}"
+    part = dataclasses.replace(part, block=whole.block, run=shard.run, stride=shard.stride)
+    return _KERNELS[name].supports(program, part) or _Plan(part, shard)
 
 
 def _plain(
@@ -111,10 +143,28 @@ def _plain(
 
 
 def _kernel(
-    name, program, shape, dense, stored, scalars, words, passed, *, interpret=False
+    name, program, shape, plan: _Plan, dense, stored, scalars, words, passed, *, interpret=False
 ) -> Result:
-    found = geometry(program, shape)
-    assert isinstance(found, Geometry)
+    del shape
+
+    def run(dense, stored, scalars, words, passed):
+        offset = jnp.zeros(2, jnp.uint32) if plan.shard is None else plan.shard.offset()
+        results = _on_rows(
+            name, program, plan.geometry, dense, stored, scalars, words, offset, interpret
+        )
+        return *results, passed
+
+    if plan.shard is None:
+        return run(dense, stored, scalars, words, passed)
+    return on_every_shard(run, plan.shard, dense, stored, scalars, words, passed)
+
+
+def _on_rows(
+    name, program, found: Geometry, dense, stored, scalars, words, offset, interpret
+) -> tuple[list[jax.Array], list[Stored]]:
+    """A kernel on a leaf of any rank."""
+    first = dense[0] if dense else stored[0][0]
+    leading = first.shape[:-1]
     seeds = [seed for h in range(program.hashes) for seed in place_seeds(words[h])]
     outputs, written = _KERNELS[name].run(
         program,
@@ -123,13 +173,12 @@ def _kernel(
         [_reshaped(pair, (found.rows,)) for pair in stored],
         scalars,
         jnp.stack(seeds) if seeds else jnp.zeros(0, jnp.uint32),
-        jnp.zeros(2, jnp.uint32),
+        offset,
         interpret=interpret,
     )
     return (
-        [x.reshape(shape) for x in outputs],
-        [_reshaped(pair, shape[:-1]) for pair in written],
-        passed,
+        [x.reshape(*leading, found.columns) for x in outputs],
+        [_reshaped(pair, leading) for pair in written],
     )
 
 

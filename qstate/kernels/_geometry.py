@@ -22,16 +22,25 @@ class Geometry:
       rows: product of the leading axes.
       columns: the last axis.
       block: elements of a block along a row; the last block of a row may have fewer.
+      run, stride: if the leaf is a shard, how many neighbouring rows are neighbours in the whole
+        array too, and how far from there the next run of them begins; 0 where all are.
     """
 
     rows: int
     columns: int
     block: int
+    run: int = 0
+    stride: int = 0
 
     @property
     def blocks(self) -> int:
         """Blocks in a row."""
         return -(-self.columns // self.block)
+
+    @property
+    def broken(self) -> bool:
+        """Whether rows that are neighbours here are not all neighbours in the whole array."""
+        return 0 < self.run < self.rows
 
     @property
     def tail(self) -> int:

@@ -98,7 +98,10 @@ def _kernel(program: Program, shape: Geometry, names, count: int, lanes: int, va
     written = pairs(program.writes, refs[reads + outputs :])
 
     blocks = _Blocks(program, shape, count, lanes)
-    row = seeds[0] + blocks.row.astype(jnp.uint32)
+    row = blocks.row
+    if shape.broken:
+        row = (row // shape.run) * shape.stride + row % shape.run
+    row = seeds[0] + row.astype(jnp.uint32)
     columns = [seeds[1] + column.astype(jnp.uint32) for column in blocks.columns]
     hashes = [
         [

@@ -48,6 +48,8 @@ def supports(program: Program, shape: Geometry) -> str | None:
         return f"blocks of {shape.block} elements"
     if program.packed and shape.tail and shape.columns > _WHOLE_ROW:
         return f"4-bit codes in rows of {shape.columns}, which end within a block"
+    if shape.broken and shape.run % _STRIP_ROWS:
+        return f"runs of {shape.run} rows in a shard"
     if shape.columns > shape.block and shape.block % 2:
         return f"blocks of {shape.block} elements"
     return None
@@ -168,8 +170,10 @@ def _kernel(program: Program, shape: Geometry, tiles: _Tiles, names, values, see
 
     def strip(k, _):
         rows = pl.ds(pl.multiple_of(k * tiles.strip, tiles.strip), tiles.strip)
-        first_row = seeds[0] + (i * tiles.rows + k * tiles.strip).astype(jnp.uint32)
-        row = first_row + _iota((tiles.strip, 1), 0)
+        first = i * tiles.rows + k * tiles.strip
+        if shape.broken:
+            first = lax.div(first, shape.run) * shape.stride + lax.rem(first, shape.run)
+        row = seeds[0] + first.astype(jnp.uint32) + _iota((tiles.strip, 1), 0)
         row_words = [place_words(seeds[2 + 2 * h], row) for h in range(program.hashes)]
         old = [None if scale is None else widen_scale(scale[rows, :]) for _, scale in read]
         new = [None if scale is None else widen_scale(scale[rows, :]) for _, scale in written]

@@ -14,6 +14,7 @@ from qstate.state._average import (
     zeros,
 )
 from qstate.state._damage import check_dtype
+from qstate.state._hints import Hints
 from qstate.state._reset import (
     Adaptive,
     Every,

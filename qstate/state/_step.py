@@ -14,7 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from qstate.kernels import Arrays, Program, Scalars, run
+from qstate.kernels import Arrays, Program, Scalars, placement_of, run
 from qstate.numerics import random_bits, split_key
 from qstate.state._average import (
     Average,
@@ -27,6 +27,7 @@ from qstate.state._average import (
     write,
 )
 from qstate.state._damage import check_average
+from qstate.state._hints import Hints
 from qstate.state._reset import SOFT, Adaptive, Every, Tick
 from qstate.state._unchanged import unchanged_share
 
@@ -76,6 +77,7 @@ def step_averages(
     *,
     finish: Finish | None = None,
     implementation: str | None = None,
+    hints: Hints | None = None,
 ) -> tuple[Any, list[Average], jax.Array]:
     """Advances averages by one step.
 
@@ -88,6 +90,7 @@ def step_averages(
       key: uint32[2].
       finish: what to do with the directions; None to return them.
       implementation: of leaves in few bits; None picks.
+      hints: how the leaves are partitioned, where that is known.
 
     Returns:
       The directions, in the dtypes of ``updates``, zero for integers, or the new parameters; the
@@ -125,6 +128,7 @@ def step_averages(
     for j, tick in enumerate(ticks):
         if tick.due is not None:
             scalars[f"due{j}"] = tick.due.astype(jnp.float32)
+    known = [None] * len(gradients) if hints is None else hints.of(updates)
     passed = jnp.minimum(averages[0].age, 0) + 1  # 1, which the compiler cannot know
     for i in [i for i in averaged if i not in exact]:
         dense = [gradients[i]] if finish is None else [gradients[i], params[i]]
@@ -146,6 +150,7 @@ def step_averages(
             words[i] + jnp.arange(len(averages), dtype=jnp.uint32)[:, None],
             passed,
             implementation=implementation,
+            placement=placement_of(gradients[i], known[i]),
         )
     new = [
         _advanced(average, tick, policy, [leaf[j] for leaf in stored])

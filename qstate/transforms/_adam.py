@@ -14,6 +14,7 @@ from qstate.state import (
     Average,
     Exempt,
     Finish,
+    Hints,
     Policy,
     Rule,
     bias_correction,
@@ -77,6 +78,7 @@ def scale_by_adam(
     nu_reset: Policy = None,
     key: Any = 0,
     exempt: Exempt | None = None,
+    shardings: Any = None,
     implementation: str | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -106,6 +108,10 @@ def scale_by_adam(
       key: seed of stochastic rounding: an integer or a JAX key.
       exempt: ``(path, leaf) -> bool``, which leaves stay float32; by default those of fewer than
         4096 elements. Paths read like ``"layers/0/kernel"``.
+      shardings: how the parameters are partitioned: a tree of `jax.sharding.NamedSharding` like
+        theirs, or a prefix of it. Kernels need to know it where arrays do not say: under `jax.jit`
+        on a mesh of automatic axes. None: as the parameters are that ``init`` is given, if they are
+        arrays.
       implementation: what computes the step of leaves in few bits: ``"pallas_tpu"`` or
         ``"pallas_gpu"``, kernels that move each byte once; ``"tiled_xla"``, fused loops in place,
         anywhere; ``"reference"``. All give the same bits; a name runs or raises. None picks.
@@ -158,10 +164,11 @@ def scale_by_adam(
     warn_of_nearest(nu_storage, b2)
     if not together:
         warn_of_hard_alone(mu_policy, nu_policy)
-    watch = NarrowParametersWatch()
+    watch, hints = NarrowParametersWatch(), Hints(shardings)
 
     def init_fn(params) -> Any:
         watch.look_at(params)
+        hints.look_at(params)
         return ScaleByAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=zeros(params, mu_storage, exempt=exempt, policy=mu_policy),
@@ -216,6 +223,7 @@ def scale_by_adam(
             key=state.key,
             finish=finish,
             implementation=implementation,
+            hints=hints,
         )
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, ScaleByAdamState(count, mu, nu, key)
