@@ -9,6 +9,7 @@ All give the same bits. A name runs or raises; None takes the first that can run
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -81,7 +82,7 @@ def run(
     """
     operands = dense, stored, scalars, words, passed
     plain = functools.partial(_plain, program, shape)
-    if implementation == "reference":
+    if implementation == "reference" or math.prod(shape) == 0:
         return _plain(program, shape, *operands, gated=False)
     if implementation == "tiled_xla":
         return lax.platform_dependent(
@@ -163,8 +164,8 @@ def _on_rows(
     name, program, found: Geometry, dense, stored, scalars, words, offset, interpret
 ) -> tuple[list[jax.Array], list[Stored]]:
     """A kernel on a leaf of any rank."""
-    first = dense[0] if dense else stored[0][0]
-    leading = first.shape[:-1]
+    leading = (dense[0] if dense else stored[0][0]).shape[:-1]
+    shape = dense[0].shape if dense else (*leading, found.columns)
     seeds = [seed for h in range(program.hashes) for seed in place_seeds(words[h])]
     outputs, written = _KERNELS[name].run(
         program,
@@ -177,7 +178,7 @@ def _on_rows(
         interpret=interpret,
     )
     return (
-        [x.reshape(*leading, found.columns) for x in outputs],
+        [x.reshape(shape) for x in outputs],
         [_reshaped(pair, leading) for pair in written],
     )
 

@@ -123,7 +123,7 @@ class _Leaf:
 
         def measure(_):
             x = kept(self._codes[j] if program.reads else None)
-            return scaling.measure(magnitudes([x], storage)[0], blocks), None
+            return scaling.measure(view.emptied(magnitudes([x], storage)[0]), blocks), None
 
         def encode(own):
             codes, previous = own
@@ -154,10 +154,11 @@ class _Leaf:
     def _fresh(self, view: "_View", dense: Sequence[jax.Array], codes: Sequence[Any]) -> Any:
         """The new averages, as rows of a view; ``dense`` and ``codes`` as they go through."""
         rows = [view.rows(x).astype(jnp.float32) for x in dense]
+        reads = self._program.reads
         old = [
             view.rows_of(self._decode(own.rows(c), scales, storage, own), own)
             for c, scales, storage, own in zip(
-                codes, self._scales, self._program.reads, self._views, strict=True
+                codes, self._scales, reads, self._views[: len(reads)], strict=True
             )
         ]
         return self._program.advance(self._scalars, rows, old)
@@ -214,6 +215,10 @@ class _View:
 
     def exit(self, x: jax.Array) -> jax.Array:
         return self.blocks.join(x) if self._full else x
+
+    def emptied(self, rows: jax.Array) -> jax.Array:
+        """Rows with zeros where they were filled up: the code 0 need not stand for zero."""
+        return self.blocks.split(self.blocks.join(rows)) if self._tail else rows
 
     def rows_of(self, rows: jax.Array, other: "_View") -> jax.Array:
         """Rows of another view as rows of this one."""

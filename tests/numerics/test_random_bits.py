@@ -197,3 +197,64 @@ def test_what_is_no_key_is_refused(key):
 def test_many_typed_keys_are_refused():
     with pytest.raises(TypeError, match="a key is an integer"):
         key_words(jax.random.split(jax.random.key(0), 3))
+
+
+def draws(source):
+    """2^24 words each from three keys, leaves of a step, or steps of a leaf."""
+    if source == "keys":
+        words = [key_words(seed) for seed in (0, 1, 2**40 + 3)]
+    elif source == "leaves":
+        words = split_key(key_words(0), 3)[1]
+    else:
+        key, words = key_words(0), []
+        for _ in range(3):
+            key, leaves = split_key(key, 5)
+            words.append(leaves[2])
+    return [np.asarray(draw(w, (4096, 4096))) for w in words]
+
+
+@pytest.fixture(scope="module", params=["keys", "leaves", "steps"])
+def many(request):
+    return draws(request.param)
+
+
+def centred(bits):
+    """Both halves as float32 numbers of mean 0 and variance 1."""
+    for half in (bits >> 16, bits & 0xFFFF):
+        yield (half.astype(np.float32) + np.float32(0.5 - 2**15)) * np.float32(12**0.5 / 2**16)
+
+
+def mean_product(one, other):
+    """Of two arrays of numbers of variance 1, in standard deviations."""
+    rows = np.einsum("ij,ij->i", one, other)
+    return rows.sum(dtype=np.float64) / np.sqrt(one.size)
+
+
+def test_many_draws_have_the_right_mean_variance_and_bits(many):
+    for bits in many:
+        count = bits.size
+        for x in centred(bits):
+            assert abs(x.sum(dtype=np.float64)) < 5 * np.sqrt(count)
+            assert abs((x * x).sum(dtype=np.float64) - count) < 5 * np.sqrt(0.8 * count)
+        for place in range(32):
+            ones = np.count_nonzero(bits & np.uint32(1 << place))
+            assert abs(ones - count / 2) < 5 * np.sqrt(count / 4)
+
+
+def test_many_draws_are_not_correlated_with_their_neighbours(many):
+    for bits in many:
+        for x in centred(bits):
+            for lag in (1, 2, 128, 1024):
+                assert abs(mean_product(x[:, lag:], x[:, :-lag])) < 5
+                assert abs(mean_product(x[lag:], x[:-lag])) < 5
+            assert abs(mean_product(x[1:, 1:], x[:-1, :-1])) < 5
+
+
+def test_many_draws_are_not_correlated_with_each_other(many):
+    """Between keys, leaves and steps: in the same half or the other, in place or one further on."""
+    halves = [x for bits in many for x in centred(bits)]
+    for i, one in enumerate(halves):
+        for other in halves[:i]:
+            assert abs(mean_product(one, other)) < 5
+            assert abs(mean_product(one[:, 1:], other[:, :-1])) < 5
+            assert abs(mean_product(one[1:], other[:-1])) < 5
