@@ -126,12 +126,8 @@ def _plan(name: str, program: Program, shape: tuple[int, ...], placement: Placem
     shard = shard_of(shape, placement, whole.block)
     if isinstance(shard, str):
         return shard
-    part = geometry(program, shard.shape)
-    if isinstance(part, str):
-        return part
-    if part.block != whole.block and part.columns != part.block:
-        return f"shards of {part.columns} columns would cut blocks of {whole.block}"
-    part = dataclasses.replace(part, block=whole.block, run=shard.run, stride=shard.stride)
+    rows, columns = math.prod(shard.shape[:-1]), shard.shape[-1]
+    part = Geometry(rows, columns, whole.block, shard.run, shard.stride)
     return _KERNELS[name].supports(program, part) or _Plan(part, shard)
 
 

@@ -17,6 +17,7 @@ from qstate.numerics import (
     decode_unscaled,
     encode_scaled,
     encode_unscaled,
+    half_word,
     magnitudes,
     scale_number,
 )
@@ -113,11 +114,6 @@ def run_elements(
 
 def _part(operands: Sequence[Parts], i: int) -> list[jax.Array]:
     return [parts[i].astype(jnp.float32) for parts in operands]
-
-
-def half_word(word: jax.Array, j: int) -> jax.Array:
-    """16 random bits for average ``j``: the upper or the lower ones of a word."""
-    return word & jnp.uint32(0xFFFF) if j % 2 else word >> 16
 
 
 def _decode(codes: jax.Array, scale: jax.Array | None, storage) -> jax.Array:

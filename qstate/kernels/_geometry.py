@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from qstate.kernels._program import Program, Stored
-from qstate.numerics import Block, Storage, block_layout
-
-_SCALE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "power_of_two": jnp.uint8}
+from qstate.numerics import SCALE_DTYPES, Block, Storage, block_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Geometry:
             columns = self.code_columns(storage)
             structs.append(jax.ShapeDtypeStruct((self.rows, columns), storage.format.dtype))
             if storage.has_scales:
-                dtype = _SCALE_DTYPES[storage.scaling.scale]
+                dtype = SCALE_DTYPES[storage.scaling.scale]
                 structs.append(jax.ShapeDtypeStruct((self.rows, self.blocks), dtype))
         return structs
 

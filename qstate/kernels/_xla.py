@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qstate.kernels._elements import half_word
 from qstate.kernels._gate import Gate
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import (
@@ -30,6 +29,7 @@ from qstate.numerics import (
     element_bits,
     encode_scaled,
     encode_unscaled,
+    half_word,
     magnitudes,
     narrow_scale,
     pack,
@@ -245,7 +245,7 @@ class _Random:
     """The random bits of a leaf, its rows and columns mixed already."""
 
     def __init__(self, words: jax.Array, shape: tuple[int, ...]):
-        self._shape = shape = shape or (1,)
+        shape = shape or (1,)
         row_seed, column_seed = place_seeds(words)
         rows = jnp.arange(math.prod(shape[:-1]), dtype=jnp.uint32)
         self._rows = place_words(row_seed, rows).reshape(*shape[:-1], 1)

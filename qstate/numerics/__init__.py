@@ -38,12 +38,13 @@ from qstate.numerics._minifloat import Minifloat
 from qstate.numerics._packing import pack, unpack
 from qstate.numerics._random_bits import (
     element_bits,
+    half_word,
     key_words,
     place_seeds,
     place_words,
     random_bits,
     split_key,
 )
-from qstate.numerics._scale_formats import narrow_scale, scale_number, widen_scale
+from qstate.numerics._scale_formats import SCALE_DTYPES, narrow_scale, scale_number, widen_scale
 from qstate.numerics._scaling import Block, Delayed, NoScale, PerTensor, Rank1, Scaling
 from qstate.numerics._storage import Storage, storage

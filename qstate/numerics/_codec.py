@@ -184,7 +184,6 @@ def encode_scaled(
     measured: Any,
     measure: Callable[[Sequence[jax.Array]], Any],
     spread: Callable[[Any], jax.Array],
-    each: Callable[[jax.Array], jax.Array] = lambda number: number,
     previous: Scales = None,
 ) -> tuple[list[jax.Array], Any]:
     """Codes (int32) of float32 numbers given in parts, and their scales (wide).
@@ -195,8 +194,7 @@ def encode_scaled(
       bits: random bits (uint32 below 2^16) for every part.
       measured: the largest of their `magnitudes` in every block, over all parts.
       measure: the same of other integers that are not negative.
-      spread: what scales (float32) are for every block or element.
-      each: that, in a shape that broadcasts against a part.
+      spread: scales (float32) in a shape that broadcasts against a part.
       previous: what was stored before.
     """
     format, scaling = storage.format, storage.scaling
@@ -207,7 +205,7 @@ def encode_scaled(
     scale = spread(jax.tree.map(scale_number, scales))
     # 0 where nothing can be scaled: all is zero, or something is not finite. The division comes
     # last: XLA puts its result down, and would do what comes behind anew for every element.
-    multiplier = each(4 / jnp.where(scale > 0, jnp.maximum(scale, _SMALLEST_SCALE), jnp.inf))
+    multiplier = 4 / jnp.where(scale > 0, jnp.maximum(scale, _SMALLEST_SCALE), jnp.inf)
     ys = [u * multiplier for u in parts]
     factor = unit_of(storage) / 4
     indices = [_round(y, storage, b, factor) for y, b in zip(ys, bits, strict=True)]
@@ -217,9 +215,7 @@ def encode_scaled(
     elif not isinstance(format, Minifloat):  # where zero is not the first of the list
         indices = [i * live for i in indices]
     if scaling.scale == "power_of_two":
-        indices, scales = _settle_power_of_two(
-            indices, scales, storage, measure, lambda halve: each(spread(halve))
-        )
+        indices, scales = _settle_power_of_two(indices, scales, storage, measure, spread)
     return [format.code(i, y) for i, y in zip(indices, ys, strict=True)], scales
 
 

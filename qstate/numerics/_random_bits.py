@@ -85,6 +85,11 @@ def element_bits(row: jax.Array, column: jax.Array) -> jax.Array:
     return bits ^ (bits >> 16)
 
 
+def half_word(word: jax.Array, j: int) -> jax.Array:
+    """16 random bits for average ``j``: the upper or the lower ones of a word."""
+    return word & jnp.uint32(0xFFFF) if j % 2 else word >> 16
+
+
 def _mix(word: jax.Array) -> jax.Array:
     # Chris Wellons' lowbias32, https://github.com/skeeto/hash-prospector
     word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)

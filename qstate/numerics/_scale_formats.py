@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+SCALE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "power_of_two": jnp.uint8}
+
 _NAN = 0x7FC00000
 _INFINITY = 0x7F800000
 _SMALLEST_NORMAL = 0x00800000

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from qstate.numerics import SCALE_DTYPES
 from qstate.state._average import Average, has_average, stored_leaves
-
-_SCALE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "power_of_two": jnp.uint8}
 
 
 def check_dtype(what: str, array: Any, dtype: Any) -> None:
@@ -34,5 +33,5 @@ def check_average(average: Average) -> None:
         check_dtype(f"an average stored as {storage}", codes, storage.format.dtype)
         for scale in scales if isinstance(scales, tuple) else (scales,):
             if scale is not None:
-                dtype = _SCALE_DTYPES[storage.scaling.scale]
+                dtype = SCALE_DTYPES[storage.scaling.scale]
                 check_dtype(f"a scale of an average stored as {storage}", scale, dtype)

@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 
 from qstate.kernels import Arrays, Program, Scalars, placement_of, run
-from qstate.numerics import random_bits, split_key
+from qstate.numerics import half_word, random_bits, split_key
 from qstate.state._average import (
     Average,
     Stored,
@@ -190,7 +190,7 @@ def _draws(averages: Sequence[Average], key: jax.Array) -> tuple[list[Draw], jax
         if not averages[j].storage.stochastic or averages[j].shapes[leaf] is None:
             return None
         hashed = random_bits(words[leaf] + jnp.uint32(j // 2), shape)
-        return hashed & 0xFFFF if j % 2 else hashed >> 16
+        return half_word(hashed, j)
 
     return [functools.partial(draw, j) for j in range(len(averages))], key
 
