@@ -176,25 +176,39 @@ class Minifloat(Format):
         )
 
     def round(self, y: jax.Array, bits: jax.Array | None, factor: float = 1.0) -> jax.Array:
+        # No conversion between floats and integers, and no select: those are slow on CPUs.
+        dropped = _F32_MANTISSA - self.mantissa_bits
+        if self.exponent_bits == _F32_EXPONENT_BITS and dropped >= RANDOM_BITS:
+            return _rounded(self._saturated(y, factor), bits, dropped)
         if not self._rounds_by_sums:
             return super().round(y, bits, factor)
+        if bits is not None and dropped - RANDOM_BITS > 3:
+            return _rounded(self._places(self._saturated(y, factor)), bits, dropped)
         # Added to 1.5 * 2^23 of its own ulps, a number is rounded to a multiple of its ulp, ties to
-        # even; added to 1.5 * 2^7 of them, to a multiple of 2^-16 of its ulp, as an integer. No
-        # conversion between floats and integers, and no select: those are slow on CPUs.
+        # even.
         binade, magnitude = self._binade(y, factor)
-        first = self._first_index(binade)
-        if bits is None:
-            return _multiples(magnitude, binade, _F32_MANTISSA - self.mantissa_bits) + first
-        dropped = _F32_MANTISSA - self.mantissa_bits - RANDOM_BITS
-        if dropped > 2:
-            steps = _multiples(magnitude, binade, dropped) + bits.astype(jnp.int32)
-            return (steps >> RANDOM_BITS) + first
-        ulps = offset(bits, 2.0**-self.mantissa_bits)
-        magnitude += ulps * lax.bitcast_convert_type(binade, jnp.float32)  # an exact product
-        # What is below zero rounds to zero either way. Without it XLA would add the anchor to the
-        # magnitude first, where both are constants.
-        magnitude = jnp.abs(magnitude)
-        return _multiples(magnitude, binade, _F32_MANTISSA - self.mantissa_bits) + first
+        if bits is not None:
+            ulps = offset(bits, 2.0**-self.mantissa_bits)
+            magnitude += ulps * lax.bitcast_convert_type(binade, jnp.float32)  # an exact product
+            # What is below zero rounds to zero either way. Without it XLA would add the anchor to
+            # the magnitude first, where both are constants.
+            magnitude = jnp.abs(magnitude)
+        anchor = binade + ((dropped << _F32_MANTISSA) + (1 << (_F32_MANTISSA - 1)))
+        total = magnitude + lax.bitcast_convert_type(anchor, jnp.float32)
+        steps = lax.bitcast_convert_type(total, jnp.int32) - anchor
+        return steps + self._first_index(binade)
+
+    def _places(self, magnitude: jax.Array) -> jax.Array:
+        """A saturated number (its bits) as a place on the grid: the index, and a binary fraction.
+
+        A float32's bits are that already. So are those of subnormal numbers once they are raised by
+        the smallest normal number, to where a float32's step is a small part of theirs: 2^-20 at
+        most, and to round to it is nothing beside the 2^-16 that random bits are worth.
+        """
+        raised = lax.bitcast_convert_type(magnitude, jnp.float32) + 2.0**self._lowest_exponent
+        raised = lax.bitcast_convert_type(raised, jnp.int32) - (1 << _F32_MANTISSA)
+        zero = (self._lowest_exponent - 1 + _F32_BIAS) << _F32_MANTISSA
+        return jnp.maximum(magnitude, raised) - zero  # the second one where it is subnormal
 
     def round_root(self, y: jax.Array, bits: jax.Array, factor: float = 1.0) -> jax.Array:
         if not self._rounds_by_sums:
@@ -203,21 +217,25 @@ class Minifloat(Format):
         reciprocal = _as_int32((2 * _F32_BIAS + self.mantissa_bits) << _F32_MANTISSA) - binade
         ulps = magnitude * lax.bitcast_convert_type(reciprocal, jnp.float32)  # exact
         whole = jnp.floor(ulps)
-        rest = ulps - whole
-        # (ulps^2 - whole^2) / ((whole + 1)^2 - whole^2) > threshold, without a division.
-        up = rest * (2 * whole + rest) > threshold(bits) * (2 * whole + 1)
+        # (ulps^2 - whole^2) / ((whole + 1)^2 - whole^2) > threshold, without a division. Products
+        # on the right are exact, so that it does not matter which of them a compiler fuses.
+        up = ulps * ulps > whole * whole + threshold(bits) * (2 * whole + 1)
         anchored = lax.bitcast_convert_type(whole + 2.0**_F32_MANTISSA, jnp.int32)
         steps = anchored - ((_F32_BIAS + _F32_MANTISSA) << _F32_MANTISSA)
         return steps + self._first_index(binade) + up.astype(jnp.int32)
 
-    def _binade(self, y: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
-        """The power of two (float32 as int32) whose ulp a number has, and the saturated number."""
+    def _saturated(self, y: jax.Array, factor: float) -> jax.Array:
+        """The bits (int32) of a magnitude, at most the largest number's."""
         bits = lax.bitcast_convert_type(y, jnp.int32)
         bits = bits & 0x7FFFFFFF if self.signed else jnp.maximum(bits, 0)
         if factor != 1:
             magnitude = lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32(factor)
             bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-        bits = jnp.minimum(bits, int(np.float32(self.top).view(np.int32)))  # NaN too
+        return jnp.minimum(bits, int(np.float32(self.top).view(np.int32)))  # NaN too
+
+    def _binade(self, y: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
+        """The power of two (float32 as int32) whose ulp a number has, and the saturated number."""
+        bits = self._saturated(y, factor)
         lowest = (self._lowest_exponent + _F32_BIAS) << _F32_MANTISSA
         binade = jnp.maximum(bits & 0x7F800000, lowest)
         return binade, lax.bitcast_convert_type(bits, jnp.float32)
@@ -284,11 +302,14 @@ class Minifloat(Format):
         )
 
     def value_by_half(self, stored: jax.Array, factor: jax.Array) -> jax.Array:
+        place = self.exponent_bits + _F16_MANTISSA
+        if self.signed and self.bits == 8:
+            stored = lax.bitcast_convert_type(stored, jnp.int8)  # its sign is copied upwards
         bits = stored.astype(jnp.int16) << (_F16_MANTISSA - self.mantissa_bits)
         if self.signed:
             # The sign moves on to its place: it is copied upwards, and cleared in between.
-            place = self.exponent_bits + _F16_MANTISSA
-            bits = (bits << (15 - place)) >> (15 - place)
+            if self.bits < 8:
+                bits = (bits << (15 - place)) >> (15 - place)
             bits = bits & np.int16((1 << place) - 1 - 2**15)
         number = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
         return number * (factor * jnp.float32(2.0 ** (_F16_BIAS - self._bias)))
@@ -312,11 +333,15 @@ def _as_int32(bits: int) -> np.int32:
     return np.uint32(bits).view(np.int32)
 
 
-def _multiples(magnitude: jax.Array, binade: jax.Array, exponent: int) -> jax.Array:
-    """A number in multiples (int32) of ``2^(exponent - 23)`` of its binade's power of two."""
-    anchor = binade + ((exponent << _F32_MANTISSA) + (1 << (_F32_MANTISSA - 1)))
-    total = magnitude + lax.bitcast_convert_type(anchor, jnp.float32)
-    return lax.bitcast_convert_type(total, jnp.int32) - anchor
+def _rounded(places: jax.Array, bits: jax.Array | None, dropped: int) -> jax.Array:
+    """Integers less their lowest bits: to the nearest, or up where those and random bits carry."""
+    if bits is None:
+        return (places + ((1 << (dropped - 1)) - 1) + ((places >> dropped) & 1)) >> dropped
+    finer = dropped - RANDOM_BITS
+    bits = bits.astype(jnp.int32)
+    if finer:
+        bits = (bits << finer) | (1 << (finer - 1))
+    return (places + bits) >> dropped
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
