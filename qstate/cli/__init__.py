@@ -1,11 +1,11 @@
-"""The command `qstate`: `demo` trains a small model, `plan` prints periods and probabilities."""
+"""The command `qstate`: `demo` trains, `plan` prints periods, `bench` times optimizer steps."""
 
 import argparse
 import importlib.metadata
 import os
 import sys
 
-from qstate.cli import _demo, _plan
+from qstate.cli import _bench, _demo, _plan
 
 
 def _version() -> str:
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _demo.add_parser(subparsers)
     _plan.add_parser(subparsers)
+    _bench.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
         status = args.func(args)

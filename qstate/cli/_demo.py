@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qstate.cli._progress import Progress
+from qstate.cli._steps import STORAGES
+
 if TYPE_CHECKING:
     from qstate.cli._train import TrainConfig
 
-STORAGES = ("fp32", "bf16", "fp8", "fp4", "int8", "int4")
 DEFAULT_STORAGES = ("fp32", "bf16", "fp8", "fp4")
 REFERENCE = "fp32"
 RESETS = ("none", "paper", "theory", "soft")
@@ -100,9 +102,13 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(str(error))
 
     start = time.perf_counter()
-    with _Progress(config.steps, args.quiet) as progress:
+    with Progress(config.steps, args.quiet, "compiling") as progress:
         precisions = {name: precision for name in names if name != REFERENCE}
-        runs = train(corpus, transforms, config, model_config, progress.advance, precisions)
+
+        def show(step: int, losses: dict[str, float]) -> None:
+            progress.show(step, "  ".join(f"{name} {loss:.2f}" for name, loss in losses.items()))
+
+        runs = train(corpus, transforms, config, model_config, show, precisions)
     seconds = time.perf_counter() - start
     rows = [
         summarize(name, run, runs[REFERENCE], storages[name], config) for name, run in runs.items()
@@ -174,34 +180,3 @@ def _optimizer(name: str, storages: tuple[Any, Any], reset: str, config: "TrainC
         reset=policies,
         key=config.seed,
     )
-
-
-class _Progress:
-    """One bar with the steps done and the losses; nothing where nobody watches."""
-
-    def __init__(self, steps: int, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as TimeLeft
-
-        columns = (
-            MofNCompleteColumn(),
-            BarColumn(bar_width=16),
-            TimeLeft(),
-            TextColumn("{task.description}"),
-        )
-        console = Console()
-        hidden = quiet or not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task = self._bar.add_task("compiling", total=steps)
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def advance(self, step: int, losses: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {loss:.2f}" for name, loss in losses.items())
-        self._bar.update(self._task, completed=step, description=shown)

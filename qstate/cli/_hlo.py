@@ -10,6 +10,8 @@ _LAYOUT = re.compile(r"(?<=\])\{[^{}]*\}")
 _ARRAY = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _ALIASES, _ALIAS = "output_to_operand_aliasing=", re.compile(r"\{\d*\}: \(\d+, \{\}\)")
 
+_COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-\w+|ragged-all-to-all|reduce-scatter"
+_COLLECTIVE = re.compile(rf" ({_COLLECTIVES})(?:-start)?\(")
 _MOVES_NOTHING = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 
 
@@ -24,15 +26,15 @@ def moved_bytes(text: str) -> int:
     lines = entry[: entry.index("\n}")].splitlines()[2:]
     size, taken, moved = {}, {}, 0
     for line in lines:
-        off_chip = _LAYOUT.sub("", _ON_CHIP.sub("[0]", line))
-        match = _LINE.match(off_chip)
-        if match is None:
+        match = _LINE.match(_LAYOUT.sub("", line))
+        off_chip = _LINE.match(_LAYOUT.sub("", _ON_CHIP.sub("[0]", line)))
+        if match is None or off_chip is None:
             continue
-        name, kind, op, operands = match.groups()
+        name, kind, op, operands = off_chip.groups()
         size[name], taken[name] = type_bytes(kind), re.findall(r"%([\w.-]+)", operands)
         if op.endswith("-done"):
             (start,) = taken[name]
-            both = type_bytes(_LINE.match(_LAYOUT.sub("", line))[2])
+            both = type_bytes(match[2])
             moved += size[name] + (both if size[taken[start][0]] else 0)
         elif op not in _MOVES_NOTHING and not op.endswith("-start"):
             moved += size[name] + sum(size[operand] for operand in taken[name])
@@ -51,3 +53,8 @@ def calls(text: str, target: str) -> list[int]:
     """For every call of a custom target, how many results take the memory of an operand."""
     lines = [line for line in text.splitlines() if f'custom_call_target="{target}"' in line]
     return [len(_ALIAS.findall(line.partition(_ALIASES)[2])) for line in lines]
+
+
+def collectives(text: str) -> list[str]:
+    """Names of all operations that move something between devices."""
+    return _COLLECTIVE.findall(text)

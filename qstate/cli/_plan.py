@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from qstate import theory
+from qstate.cli._table import format_table
 from qstate.numerics import FORMATS
 
 STARTUP_THRESHOLD = 0.8
@@ -132,12 +133,12 @@ def run(args: argparse.Namespace) -> int:
             f"Adam with b1 = {args.b1:g} and b2 = {args.b2:g}: m averages "
             f"{_steps(1 / (1 - args.b1))} steps, v {horizon}. Reset tolerance {args.tolerance:g}.\n"
         )
-        print(format_table(rows))
+        print(plan_table(rows))
         print("\n" + LEGEND.format(horizon=horizon))
     return 0
 
 
-def format_table(rows: Iterable[PlanRow]) -> str:
+def plan_table(rows: Iterable[PlanRow]) -> str:
     """The rows as aligned text, under two lines of heading."""
     heading = [
         ("", "", "", "rho", "rho", "v stalled", "v stalled", "v looks", "80%", "reset v"),
@@ -154,13 +155,7 @@ def format_table(rows: Iterable[PlanRow]) -> str:
             "every",
         ),
     ]
-    table = [*heading, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
-        for name, *numbers in table
-    ]
-    return "\n".join([*lines[:2], "-" * len(lines[0]), *lines[2:]])
+    return format_table(heading, [_cells(row) for row in rows], left=1)
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """The device that a test compiles for."""
 
 import pytest
-from aot.targets import TARGETS, Target
+from aot.programs import installed
+
+from qstate.cli._targets import TARGETS, Target
 
 
-@pytest.fixture(params=TARGETS, ids=lambda target: target.name)
+@pytest.fixture(params=TARGETS.values(), ids=TARGETS)
 def target(request) -> Target:
-    return request.param
+    return installed(request.param)

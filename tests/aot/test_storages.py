@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from aot.targets import H100, V5E, Target, adam, arrays, nbytes, state_first, stored_arrays
+from aot.programs import adam, arrays, installed, nbytes, state_first, stored_arrays
 from jax import lax
 
 import qstate
 from qstate import BF16, E2M1, E4M3, E5M2, F16, INT8, UE2M2, UE4M4, Block, NoScale, Storage
+from qstate.cli._targets import H100, V5E, Target
 
 # Formats of both moments, and the second one's domain.
 FORMATS = {
@@ -47,7 +48,7 @@ def storages():
 
 @pytest.fixture(params=[V5E, H100], ids=lambda target: target.name)
 def target(request) -> Target:
-    return request.param
+    return installed(request.param)
 
 
 @pytest.mark.slow
@@ -68,14 +69,16 @@ F16_PAIR = (Storage(F16, Block(128), "stochastic"),) * 2
 
 def test_float16_compiles_for_gpu():
     tx, gradients = adam(H100, *F16_PAIR), arrays([(512, 1024)])
-    program = H100.compile(state_first(tx), gradients, jax.eval_shape(tx.init, gradients))
+    program = installed(H100).compile(
+        state_first(tx), gradients, jax.eval_shape(tx.init, gradients)
+    )
     assert len(program.kernels) == 1
 
 
 def test_float16_is_refused_for_tpu():
     tx, gradients = adam(V5E, *F16_PAIR), arrays([(512, 1024)])
     with pytest.raises(ValueError, match="TPUs have no float16"):
-        V5E.compile(state_first(tx), gradients, jax.eval_shape(tx.init, gradients))
+        installed(V5E).compile(state_first(tx), gradients, jax.eval_shape(tx.init, gradients))
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """The reader of a program's text, on a text written by hand."""
 
 import pytest
-from aot.hlo import calls, moved_bytes, type_bytes
+
+from qstate.cli._hlo import calls, collectives, moved_bytes, type_bytes
 
 TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8,16]{1,0})->u8[]}
 
@@ -65,3 +66,11 @@ def test_calls_of_a_target_and_their_aliases():
 )
 def test_bytes_of_a_type(kind, size):
     assert type_bytes(kind) == size
+
+
+def test_collectives():
+    assert collectives(TEXT) == []
+    done = (
+        "  %r = f32[8,2]{0,1} all-reduce-start(%scales), to_apply=%sum\n  %a = f32[] all-gather(%x)"
+    )
+    assert collectives(TEXT + done) == ["all-reduce", "all-gather"]

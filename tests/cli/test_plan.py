@@ -6,7 +6,7 @@ import json
 import pytest
 
 from qstate import cli, theory
-from qstate.cli._plan import format_table, plan_rows
+from qstate.cli._plan import plan_rows, plan_table
 from qstate.numerics import FORMATS
 
 
@@ -52,19 +52,19 @@ def test_rows_follow_the_formats_and_the_arguments():
 
 
 def test_the_table_is_aligned():
-    lines = format_table(plan_rows(STUBS, b2=0.999)).splitlines()
+    lines = plan_table(plan_rows(STUBS, b2=0.999)).splitlines()
     assert len(lines) == 3 + len(STUBS)
     assert len({len(line) for line in lines}) == 1
     assert " ".join(lines[3].split()) == "bf16 16 2 0.0271 2.71 94.6% 82.5% 18,462 585 1,116"
 
 
 def test_an_average_that_hardly_stalls_has_its_period_in_brackets():
-    table = format_table(plan_rows({"f32": Stub(32, 2**-23)}, b2=0.999))
+    table = plan_table(plan_rows({"f32": Stub(32, 2**-23)}, b2=0.999))
     assert table.splitlines()[-1].split()[-3:] == ["1,000", "never", "(1,026)"]
 
 
 def test_a_frozen_average_looks_back_without_end():
-    table = format_table(plan_rows({"ue2m2": STUBS["ue2m2"]}, b2=0.999))
+    table = plan_table(plan_rows({"ue2m2": STUBS["ue2m2"]}, b2=0.999))
     assert table.splitlines()[-1].split()[-3:] == [">1e6", "19", "224"]
 
 
