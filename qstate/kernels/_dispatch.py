@@ -134,9 +134,9 @@ def _plan(name: str, program: Program, shape: tuple[int, ...], placement: Placem
 def _plain(
     program, shape, dense, stored, scalars, words, passed, *, on_cpu=False, gated=True
 ) -> Result:
-    gate = Gate(passed if gated else None)
+    gate = Gate(passed, shut=gated)
     outputs, written = _xla.run(program, shape, dense, stored, scalars, words, gate, on_cpu=on_cpu)
-    return outputs, written, passed if gate.passed is None else gate.passed
+    return outputs, written, gate.passed
 
 
 def _kernel(

@@ -19,11 +19,13 @@ class Gate:
     everyone who needs it. Outside of a trace operations run in order anyway.
 
     Args:
-      passed: int32[], above 0, which the compiler must not know. None outside of a trace.
+      passed: int32[], above 0, which the compiler must not know.
+      shut: whether steps wait for each other; else they are left to the compiler.
     """
 
-    def __init__(self, passed: jax.Array | None):
-        self._passed = passed if isinstance(passed, jax.core.Tracer) else None
+    def __init__(self, passed: jax.Array, *, shut: bool = True):
+        self.passed = passed  # what the next gate starts from
+        self._shut = shut and isinstance(passed, jax.core.Tracer)
 
     def __call__(self, step: Callable[[Any], tuple[Any, Any]], updated: Any = None) -> Any:
         """``step(updated)``, after all steps before.
@@ -32,23 +34,23 @@ class Gate:
           step: returns results, and what it updated in place.
           updated: arrays that it updates in place.
         """
-        if self._passed is None:
+        if not self._shut:
             return step(updated)
         results, _ = jax.eval_shape(step, updated)
-        self._passed, done = lax.cond(
-            self._passed > 0,
+        self.passed, done = lax.cond(
+            self.passed > 0,
             lambda passed: (passed + 1, step(updated)),
             lambda passed: (passed, (jax.tree.map(lambda r: filled(r, 0), results), updated)),
-            self._passed,
+            self.passed,
         )
         return done
 
     @property
     def open(self) -> jax.Array:
         """True (bool[]), which the compiler does not know."""
-        return jnp.array(True) if self._passed is None else self._passed > 0
+        return self.passed > 0
 
-    @property
-    def passed(self) -> jax.Array | None:
-        """What the next gate starts from."""
-        return self._passed
+    def apart(self, x: jax.Array) -> jax.Array:
+        """Numbers (float32), rounded as they are: no sum takes in the product that they are."""
+        zero = jnp.minimum(self.passed, 0)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)

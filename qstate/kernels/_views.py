@@ -38,9 +38,9 @@ class View:
 
     def __init__(self, blocks: Blocks, *, plain: bool, packed: bool):
         self.blocks, self.plain = blocks, plain
-        self._full = not plain and blocks.extent == blocks.count * blocks.length
-        self._tail = not plain and not self._full
-        self.halved = packed and self._full and blocks.length % 2 == 0
+        self.full = not plain and blocks.extent == blocks.count * blocks.length
+        self._tail = not plain and not self.full
+        self.halved = packed and self.full and blocks.length % 2 == 0
 
     @property
     def parts(self) -> tuple[int | None, ...]:
@@ -49,7 +49,7 @@ class View:
 
     def enter(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape or (1,))
-        return self.split(x) if self._full else x
+        return self.split(x) if self.full else x
 
     def rows(self, x: jax.Array, part: int | None = None) -> jax.Array:
         """What has entered, as rows or a part of them."""
@@ -59,7 +59,7 @@ class View:
         return self.join(rows) if self._tail else rows
 
     def exit(self, x: jax.Array) -> jax.Array:
-        return self.join(x) if self._full else x
+        return self.join(x) if self.full else x
 
     def split(self, x: jax.Array) -> jax.Array:
         """An array as rows."""

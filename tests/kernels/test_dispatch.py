@@ -201,7 +201,7 @@ def test_the_same_bits_however_it_is_called(assert_same, way, storage, implement
     assert_same(WAYS[way](transformation(storage, implementation)), wanted(storage))
 
 
-@pytest.mark.xfail(strict=True, reason="XLA contracts a product that was decoded, or does not")
+@pytest.mark.xfail(strict=True, reason="XLA contracts a product in one loop, in two it cannot")
 @pytest.mark.parametrize("storage", ["fp8", "fp4"])
 def test_the_same_bits_in_rows_shorter_than_a_block(assert_same, storage):
     def steps(implementation):
