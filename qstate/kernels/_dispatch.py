@@ -10,6 +10,7 @@ All give the same bits. A name runs or raises; None takes the first that can run
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -20,7 +21,14 @@ from jax.sharding import NamedSharding
 from qstate.kernels import _gpu, _tpu, _xla
 from qstate.kernels._gate import Gate
 from qstate.kernels._geometry import Geometry, geometry
-from qstate.kernels._partition import LOCAL, Placement, Shard, on_every_shard, shard_of
+from qstate.kernels._partition import (
+    LOCAL,
+    Placement,
+    Shard,
+    on_every_shard,
+    runs_on,
+    shard_of,
+)
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import place_seeds
 
@@ -100,9 +108,21 @@ def run(
     branches = {"cpu": functools.partial(plain, on_cpu=True)}
     for platform, name in (("tpu", "pallas_tpu"), ("cuda", "pallas_gpu")):
         planned = _plan(name, program, shape, placement)
-        if not isinstance(planned, str):
+        if isinstance(planned, str):
+            if isinstance(placement, NamedSharding) and runs_on(placement) == platform:
+                _say_that_no_kernel_runs(shape, planned)
+        else:
             branches[platform] = functools.partial(_kernel, name, program, shape, planned)
     return lax.platform_dependent(*operands, **branches, default=plain)
+
+
+@functools.cache
+def _say_that_no_kernel_runs(shape: tuple[int, ...], reason: str) -> None:
+    """Once for every shape."""
+    warnings.warn(
+        f"the step of parameters {shape} runs as plain loops, not as one kernel: {reason}",
+        stacklevel=2,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

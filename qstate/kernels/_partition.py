@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 LOCAL = "local"
 """Said of an array that is whole where it is worked on: on one device, or inside of a shard_map."""
@@ -38,6 +38,15 @@ def placement_of(array: Any, hint: NamedSharding | None) -> Placement:
     if hint is not None:
         return hint
     return LOCAL if jax.device_count() == 1 else None
+
+
+def runs_on(sharding: NamedSharding) -> str:
+    """The platform of a sharding's devices: ``"cpu"``, ``"tpu"`` or ``"cuda"``."""
+    mesh = sharding.mesh
+    platform = jax.default_backend()
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+    return "cuda" if platform == "gpu" else platform
 
 
 @dataclasses.dataclass(frozen=True)

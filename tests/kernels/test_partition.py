@@ -1,6 +1,7 @@
 """Kernels on partitioned arrays: every shard is its part of the whole, and nothing is moved."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import qstate
-from qstate.kernels import Program, placement_of, run
+from qstate.kernels import Program, _dispatch, placement_of, run
 from qstate.kernels._dispatch import LOCAL
 from qstate.kernels._partition import shard_of
 from qstate.numerics import encode
@@ -153,3 +154,36 @@ def test_shardings_are_taken_from_the_parameters_or_from_the_user(mesh):
     assert [h and h.spec for h in given.of(params)] == [P(), None, P("a", "b")]
     with pytest.raises(TypeError, match="NamedSharding like the parameters"):
         Hints({"w": P("a")})
+
+
+@pytest.fixture
+def on_tpus(monkeypatch):
+    """As if devices were TPUs, and nothing had been said yet."""
+    _dispatch._say_that_no_kernel_runs.cache_clear()
+    monkeypatch.setattr(_dispatch, "runs_on", lambda sharding: "tpu")
+
+
+def trace(mesh, spec, storage="fp8", shape=(64, 256)):
+    mu, _ = qstate.storage(storage)
+    tx = qstate.scale_by_adam(mu_storage=mu, shardings=NamedSharding(mesh, spec))
+    gradient = jax.ShapeDtypeStruct(shape, jnp.float32)
+    jax.eval_shape(tx.update, gradient, jax.eval_shape(tx.init, gradient))
+
+
+def test_says_once_that_shards_cut_blocks(on_tpus, mesh):
+    with pytest.warns(UserWarning, match="shards of 64 columns would cut blocks of 128"):
+        trace(mesh, P(None, "b"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(mesh, P(None, "b"), "fp4")  # other programs of that shape
+
+
+def test_says_nothing_where_they_do_not(on_tpus, mesh, recwarn):
+    trace(mesh, P("b", None))
+    assert not recwarn.list
+
+
+def test_says_nothing_where_no_kernel_would_run_anyway(mesh, recwarn):
+    _dispatch._say_that_no_kernel_runs.cache_clear()
+    trace(mesh, P(None, "b"))
+    assert not recwarn.list
