@@ -51,7 +51,7 @@ def compile_steps(
     for done, step in enumerate(steps):
         show(done, f"{target.name}: {step.optimizer} {step.call}")
         state = jax.eval_shape(step.init, params)
-        compiled = target.compile(_state_first(step), params, state, grads, donate=(0, 1))
+        compiled = target.compile(step.advance, params, state, grads, donate=(0, 1))
         kept = _nbytes((params, state))
         rows.append(
             Program(
@@ -100,11 +100,6 @@ def program_table(rows: Sequence[Program]) -> str:
         for row in rows
     ]
     return format_table(heading, cells, left=3)
-
-
-def _state_first(step: Step) -> Callable[[Any, Any, Any], Any]:
-    """A step as `Target.compile` asks for it."""
-    return lambda params, state, grads: step.advance(params, state, grads)[::-1]
 
 
 def _nbytes(tree: Any) -> int:

@@ -107,8 +107,8 @@ class Target:
         """Compiles ``step(*operands)``.
 
         Args:
-          step: a function of trees, which returns what is donated first: a donated array's memory
-            goes to the first result of its type, whichever that is.
+          step: a function of trees. Donated arrays give their memory to results of their types in
+            the order of both, whatever they hold: what is donated has to be returned first.
           operands: trees of arrays, of which shapes, dtypes and shardings are taken; what has no
             sharding is on one device.
           donate: which operands.

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from qstate.kernels._program import Program, Stored
-from qstate.numerics import SCALE_DTYPES, Block, Storage, block_layout
+from qstate.kernels._program import Program
+from qstate.numerics import SCALE_DTYPES, Block, Minifloat, Storage, block_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Geometry:
         whole, tail = divmod(self.columns, self.block)
         return whole * -(-self.block // 2) + -(-tail // 2)
 
+    def results(self, program: Program) -> list[Any]:
+        """What a program gives: outputs, codes and scales."""
+        outputs = [jax.ShapeDtypeStruct((self.rows, self.columns), t) for t in program.dtypes]
+        return outputs + self.structs(program.writes)
+
     def structs(self, storages: Sequence[Storage]) -> list[Any]:
         """What is stored of a leaf, one array after the other."""
         structs = []
@@ -69,6 +74,8 @@ def geometry(program: Program, shape: tuple[int, ...]) -> Geometry | str:
     if len(sizes) > 1:
         return f"the averages have blocks of {' and '.join(map(str, sorted(sizes)))} elements"
     for storage in program.storages:
+        if not isinstance(storage.format, Minifloat):
+            return f"{storage.format} is a codebook, which needs to look numbers up"
         if storage.has_scales and not isinstance(storage.scaling, Block):
             return f"{storage} has scales that span more than a block"
     shape = shape or (1,)
@@ -76,14 +83,3 @@ def geometry(program: Program, shape: tuple[int, ...]) -> Geometry | str:
     if blocks.behind:
         return f"blocks of an array {shape} span its last {blocks.behind + 1} axes"
     return Geometry(math.prod(shape[:-1]), shape[-1], blocks.length)
-
-
-def flat(stored: Sequence[Stored]) -> list[jax.Array]:
-    """Codes and scales, one array after the other, as in `Geometry.structs`."""
-    return [x for pair in stored for x in pair if x is not None]
-
-
-def pairs(storages: Sequence[Storage], arrays: Sequence[Any]) -> list[Any]:
-    """The inverse of `flat`: ``(codes, scales)``, None for scales of a storage without."""
-    rest = iter(arrays)
-    return [(next(rest), next(rest) if s.has_scales else None) for s in storages]

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from qstate.kernels._elements import Piece, run_elements
-from qstate.kernels._geometry import Geometry, flat, pairs
+from qstate.kernels._geometry import Geometry
+from qstate.kernels._operands import aliases, gathered, named, pairs
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import (
-    Minifloat,
     element_bits,
     narrow_scale,
     place_words,
@@ -35,9 +35,7 @@ _WARPS = 4
 
 def supports(program: Program, shape: Geometry) -> str | None:
     """Why the kernel cannot run a program on leaves of a shape; None if it can."""
-    for storage in program.storages:
-        if not isinstance(storage.format, Minifloat):
-            return f"{storage.format} is a codebook"
+    del program
     if shape.block > _ELEMENTS:
         return f"blocks of {shape.block} elements"
     if shape.rows * shape.columns >= 2**31:
@@ -57,27 +55,20 @@ def run(
     interpret: bool = False,
 ) -> tuple[list[jax.Array], list[Stored]]:
     """Runs a program on a leaf; see the kernel for TPU."""
-    names = sorted(scalars)
-    values = jnp.stack([scalars[n] for n in names]) if names else jnp.zeros(1, jnp.float32)
     lanes = pl.next_power_of_2(-(-shape.block // 2) if program.packed else shape.block)
     count = max(1, _ELEMENTS // (lanes * (2 if program.packed else 1)))
-    operands = [x.reshape(-1) for x in (*dense, *flat(stored))]
-    operands = [values, jnp.concatenate([offset, seeds]), *operands]
-    first, outputs = 2 + len(dense), len(program.dtypes)
-    aliases = {2 + d: k for k, d in enumerate(program.onto) if d is not None}
-    if program.in_place:
-        aliases |= {first + k: outputs + k for k in range(len(operands) - first)}
-    structs = [jax.ShapeDtypeStruct((shape.rows, shape.columns), t) for t in program.dtypes]
-    structs += shape.structs(program.writes)
+    operands = gathered(scalars, offset, seeds, dense, stored)
+    structs = shape.results(program)
     results = pl.pallas_call(
-        functools.partial(_kernel, program, shape, names, count, lanes),
+        functools.partial(_kernel, program, shape, [*scalars], count, lanes),
         grid=(-(-shape.rows * shape.blocks // count),),
         out_shape=[jax.ShapeDtypeStruct((s.size,), s.dtype) for s in structs],
-        input_output_aliases=aliases,
+        input_output_aliases=aliases(program, len(dense)),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
         interpret=interpret,
         name="qstate",
-    )(*operands)
+    )(*[x.reshape(-1) for x in operands])
+    outputs = len(program.dtypes)
     results = [r.reshape(s.shape) for r, s in zip(results, structs, strict=True)]
     return results[:outputs], pairs(program.writes, results[outputs:])
 
@@ -85,17 +76,7 @@ def run(
 def _kernel(program: Program, shape: Geometry, names, count: int, lanes: int, values, seeds, *refs):
     # values: float32[scalars]; seeds: uint32[2 + 2 * hashes], the offset first
     # all others: whole arrays, flat
-    scalars = {name: values[k] for k, name in enumerate(names)}
-    outputs = len(program.dtypes)
-    reads, writes = (
-        sum(2 if s.has_scales else 1 for s in storages)
-        for storages in (program.reads, program.writes)
-    )
-    dense = refs[: len(refs) - reads - outputs - writes]
-    refs = refs[len(dense) :]
-    read = pairs(program.reads, refs[:reads])
-    out = refs[reads : reads + outputs]
-    written = pairs(program.writes, refs[reads + outputs :])
+    scalars, (dense, read, out, written) = named(program, names, values, refs)
 
     blocks = _Blocks(program, shape, count, lanes)
     row = blocks.row
@@ -145,9 +126,8 @@ class _Blocks:
         self._masks = [self._inside & (lane < elements) for _, elements in parts]
         self._places = [self.row * shape.columns + column for column in self.columns]
         if program.packed:
-            whole = -(-shape.block // 2)
-            bytes_a_row = (shape.columns // shape.block) * whole + -(-shape.tail // 2)
-            first = (number - self.row * shape.blocks) * whole
+            bytes_a_row = next(shape.code_columns(s) for s in program.storages if s.packed)
+            first = (number - self.row * shape.blocks) * -(-shape.block // 2)
             self._bytes = self.row * bytes_a_row + (first + lane)
 
     def measure(self, parts: Sequence[jax.Array]) -> jax.Array:

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from qstate.kernels._elements import Piece, run_elements
-from qstate.kernels._geometry import Geometry, flat, pairs
+from qstate.kernels._geometry import Geometry
+from qstate.kernels._operands import aliases, flat, gathered, named, pairs
 from qstate.kernels._program import Program, Stored
 from qstate.numerics import (
-    Minifloat,
     Storage,
     element_bits,
     narrow_scale,
@@ -40,8 +40,6 @@ _WHOLE_ROW = 8192
 def supports(program: Program, shape: Geometry) -> str | None:
     """Why the kernel cannot run a program on leaves of a shape; None if it can."""
     for storage in program.storages:
-        if not isinstance(storage.format, Minifloat):
-            return f"{storage.format} is a codebook"
         if storage.format.dtype == jnp.float16:
             return "TPUs have no float16"
     if shape.block > 1024:
@@ -82,17 +80,10 @@ def run(
       The outputs, and the codes and scales that are written.
     """
     tiles = _Tiles.of(program, shape)
-    names = sorted(scalars)
-    values = jnp.stack([scalars[n] for n in names]) if names else jnp.zeros(1, jnp.float32)
     smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    operands = [values, jnp.concatenate([offset, seeds]), *dense, *flat(stored)]
-    first, outputs = 2 + len(dense), len(program.dtypes)
-    aliases = {2 + d: k for k, d in enumerate(program.onto) if d is not None}
-    if program.in_place:
-        aliases |= {first + k: outputs + k for k in range(len(operands) - first)}
-    out_shape = [jax.ShapeDtypeStruct((shape.rows, shape.columns), t) for t in program.dtypes]
+    outputs = len(program.dtypes)
     results = pl.pallas_call(
-        functools.partial(_kernel, program, shape, tiles, names),
+        functools.partial(_kernel, program, shape, tiles, [*scalars]),
         grid=tiles.grid,
         in_specs=[
             smem,
@@ -104,12 +95,12 @@ def run(
             *[tiles.dense] * outputs,
             *flat([tiles.stored(s) for s in program.writes]),
         ],
-        out_shape=out_shape + shape.structs(program.writes),
-        input_output_aliases=aliases,
+        out_shape=shape.results(program),
+        input_output_aliases=aliases(program, len(dense)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="qstate",
-    )(*operands)
+    )(*gathered(scalars, offset, seeds, dense, stored))
     return list(results[:outputs]), pairs(program.writes, results[outputs:])
 
 
@@ -156,16 +147,7 @@ def _kernel(program: Program, shape: Geometry, tiles: _Tiles, names, values, see
     # values: SMEM float32[scalars]; seeds: SMEM uint32[2 + 2 * hashes], the offset first
     # dense, outputs: (rows, columns) of a tile; codes: the same, or half as many columns
     # scales: (rows, all blocks of a row)
-    scalars = {name: values[k] for k, name in enumerate(names)}
-    outputs = len(program.dtypes)
-    reads, writes = (
-        len(flat([tiles.stored(s) for s in t])) for t in (program.reads, program.writes)
-    )
-    dense = refs[: len(refs) - reads - outputs - writes]
-    refs = refs[len(dense) :]
-    read = pairs(program.reads, refs[:reads])
-    out = refs[reads : reads + outputs]
-    written = pairs(program.writes, refs[reads + outputs :])
+    scalars, (dense, read, out, written) = named(program, names, values, refs)
     i, j = pl.program_id(0), pl.program_id(1)
 
     def strip(k, _):

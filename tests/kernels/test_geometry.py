@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from qstate.kernels import Program
-from qstate.kernels._geometry import Geometry, flat, geometry, pairs
+from qstate.kernels._geometry import Geometry, geometry
+from qstate.kernels._operands import flat, pairs
 from qstate.numerics import BF16, E2M1, E4M3, INT8, UE2M2, Block, Delayed, Rank1, Storage, encode
 
 STORAGES = [
