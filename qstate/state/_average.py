@@ -184,20 +184,13 @@ def read(average: Average, i: int, codes: jax.Array, scales: Scales) -> jax.Arra
 
 def write(
     average: Average, i: int, x: jax.Array, bits: jax.Array | None, previous: Scales
-) -> tuple[jax.Array, Scales]:
-    """Codes (an array element each) and scales of a new value (float32) of leaf ``i``.
-
-    ``previous`` are the scales of its old value.
-    """
-    if average.shapes[i] is None:
-        return x, None
-    return encode_unpacked(x, average.storage, bits, previous)
-
-
-def pack(average: Average, i: int, codes: jax.Array) -> jax.Array:
-    """Codes of leaf ``i`` as they are stored."""
+) -> Stored:
+    """Codes and scales of a new value (float32) of leaf ``i``; ``previous`` are its old scales."""
     shape = average.shapes[i]
-    return codes if shape is None else packed(codes, average.storage, shape)
+    if shape is None:
+        return x, None
+    codes, scales = encode_unpacked(x, average.storage, bits, previous)
+    return packed(codes, average.storage, shape), scales
 
 
 def dequantize_average(average: Average) -> Any:

@@ -154,9 +154,7 @@ class Tick(NamedTuple):
 
     def kept(self, x: jax.Array) -> jax.Array:
         """What is kept of a new value."""
-        if self.due is None:
-            return x
-        return jnp.where(self.due, x * SOFT if self.kind == "soft" else 0, x)
+        return x if self.due is None else restarted(x, self.due, self.kind)
 
     def kept_age(self) -> jax.Array:
         return self.age if self.due is None else jnp.where(self.due, 0, self.age)
@@ -166,6 +164,11 @@ class Tick(NamedTuple):
             return self.start_mass
         mass = self.mass * SOFT if self.kind == "soft" else jnp.zeros_like(self.mass)
         return jnp.where(self.due, mass, self.start_mass).astype(jnp.float32)
+
+
+def restarted(x: jax.Array, due: jax.Array, kind: str) -> jax.Array:
+    """A value, or what is left of it where a reset of a kind is due."""
+    return jnp.where(due, x * SOFT if kind == "soft" else 0, x)
 
 
 class Clock(Protocol):

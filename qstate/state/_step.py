@@ -6,7 +6,6 @@ is there for one, not for all.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +20,13 @@ from qstate.state._average import (
     Stored,
     has_average,
     leaves_of,
-    pack,
     stored_leaves,
     with_leaves,
     write,
 )
 from qstate.state._damage import check_average
 from qstate.state._hints import Hints
-from qstate.state._reset import SOFT, Adaptive, Every, Tick
+from qstate.state._reset import Adaptive, Every, Tick, restarted
 from qstate.state._unchanged import unchanged_share
 
 
@@ -165,34 +163,22 @@ def keep_averages(
     """The averages with new values (trees of float32 arrays), all at once, and the next key."""
     for average in averages:
         check_average(average)
-    draws, key = _draws(averages, key)
+    words = None
+    if any(a.storage.stochastic for a in averages):
+        key, words = split_key(key, max(len(a.shapes) for a in averages))
     kept = []
-    for new, average, tick, draw in zip(fresh, averages, ticks, draws, strict=True):
+    for j, (new, average, tick) in enumerate(zip(fresh, averages, ticks, strict=True)):
         pairs, treedef = stored_leaves(average)
         for i, x in enumerate(treedef.flatten_up_to(new)):
-            if x is not None:
-                codes, scales = write(average, i, tick.kept(x), draw(i, x.shape), pairs[i][1])
-                pairs[i] = pack(average, i, codes), scales
+            if x is None:
+                continue
+            bits = None
+            if words is not None and average.storage.stochastic and average.shapes[i] is not None:
+                # One word serves two averages, as in the kernels.
+                bits = half_word(random_bits(words[i] + jnp.uint32(j // 2), x.shape), j)
+            pairs[i] = write(average, i, tick.kept(x), bits, pairs[i][1])
         kept.append(_advanced(average, tick, None, pairs))
     return kept, key
-
-
-Draw = Callable[[int, tuple[int, ...]], jax.Array | None]
-
-
-def _draws(averages: Sequence[Average], key: jax.Array) -> tuple[list[Draw], jax.Array]:
-    """For every average 16 random bits an element of any leaf; one hash serves two averages."""
-    if not any(a.storage.stochastic for a in averages):
-        return [lambda leaf, shape: None] * len(averages), key
-    key, words = split_key(key, max(len(a.shapes) for a in averages))
-
-    def draw(j: int, leaf: int, shape: tuple[int, ...]) -> jax.Array | None:
-        if not averages[j].storage.stochastic or averages[j].shapes[leaf] is None:
-            return None
-        hashed = random_bits(words[leaf] + jnp.uint32(j // 2), shape)
-        return half_word(hashed, j)
-
-    return [functools.partial(draw, j) for j in range(len(averages))], key
 
 
 def _advanced(
@@ -227,9 +213,7 @@ class _Keep:
 
     def __call__(self, scalars: Scalars, fresh: Arrays) -> Arrays:
         return [
-            x
-            if kind is None
-            else jnp.where(scalars[f"due{j}"] > 0, x * SOFT if kind == "soft" else 0, x)
+            x if kind is None else restarted(x, scalars[f"due{j}"] > 0, kind)
             for j, (x, kind) in enumerate(zip(fresh, self.kinds, strict=True))
         ]
 

@@ -77,6 +77,28 @@ def test_row_and_column_means_vary_as_they_should(bits):
             assert np.abs(means).max() < 5.5
 
 
+@pytest.mark.parametrize("by", ["sum", "xor"])
+def test_rows_and_columns_do_not_add_up(bits, by):
+    """Where they did, three corners of a rectangle would tell the fourth.
+
+    What tells it from what the others add up to is the same in no more rectangles than chance has
+    it, and is nothing in particular.
+    """
+    rng = np.random.default_rng(0)
+    count = 2**20
+    top, left = (rng.integers(0, size, count) for size in SHAPE)
+    bottom, right = (
+        (first + rng.integers(1, size, count)) % size
+        for first, size in zip((top, left), SHAPE, strict=True)
+    )
+    one, two = bits[top, left], bits[top, right]
+    three, four = bits[bottom, left], bits[bottom, right]
+    minors = one - two - three + four if by == "sum" else one ^ two ^ three ^ four
+    assert count - len(np.unique(minors)) < 2 * count**2 / 2**33
+    for half in (minors >> 16, minors & 0xFFFF):
+        assert np.bincount(half).max() < 8 * count / 2**16
+
+
 def test_a_vector_is_as_random():
     x = next(halves(np.asarray(draw(WORDS[2], (2**20,)))))
     assert abs(x.mean()) < 4 / 2**10
