@@ -85,5 +85,7 @@ def _peer() -> Step:
         raise ModuleNotFoundError(f"{PEER} is not installed: pip install {PEER}")
     from flashoptim_jax import flash_adamw  # pyright: ignore[reportMissingImports]
 
-    tx = flash_adamw(learning_rate=_LEARNING_RATE)
+    # Its kernel is for GPUs, and float32 parameters have no master weights.
+    on_gpu = jax.default_backend() == "gpu"
+    tx = flash_adamw(_LEARNING_RATE, master_weight_bits=None, fused=on_gpu)
     return Step(PEER, "step", tx.init, tx.step)

@@ -1,10 +1,11 @@
 """Times optimizer steps on the device at hand.
 
-They take turns, and every round goes the other way round, so that a slow moment of the machine, or
-what a step leaves in its caches, is no one's alone.
+They take turns, every round in another order, so that a slow moment of the machine, or what a step
+leaves behind in caches and memory, is no one's alone.
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -70,13 +71,13 @@ def time_steps(
         str(i): (0.1 * jax.random.normal(jax.random.key(i), shape)).astype(gradients)
         for i, shape in enumerate(shapes)
     }
-    runs = []
+    runs, order = [], random.Random(0)
     for done, step in enumerate(steps):
         show(done, f"compiling {step.optimizer} {step.call}")
         runs.append(_start(step, grads))
     for turn in range(_WARM_UP + rounds):
         show(len(steps) + turn, "timing")
-        for run in runs if turn % 2 else reversed(runs):
+        for run in order.sample(runs, len(runs)):
             start = time.perf_counter()
             results = jax.block_until_ready(run.program(run.params, run.state, grads))
             run.rounds.append(1e3 * (time.perf_counter() - start))
@@ -114,7 +115,7 @@ def timing_table(rows: Sequence[Timing]) -> str:
 
 def _start(step: Step, grads: Any) -> _Run:
     params = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32) * 0.2, grads)
-    state = jax.jit(step.init)(params)
+    state = step.init(params)  # under jit another package's takes minutes to compile
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     jitted = jax.jit(step.advance, donate_argnums=(0, 1))
     return _Run(step, jitted.lower(params, state, grads).compile(), params, state, size)

@@ -35,33 +35,40 @@ def test_steps_do_what_optax_does():
         assert jax.numpy.allclose(result, results[0], rtol=1e-6)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Makes the two steps of a round last as long as a list says, in milliseconds."""
+def test_medians_of_rounds_that_take_turns(monkeypatch):
+    """Each step's calls advance the clock by what a list says, in milliseconds."""
+    now, calls = 0.0, []
+    durations = {REFERENCE: [99, 99, 2, 4, 3], "other": [99, 99, 6, 12, 8]}
+    left = {name: iter(values) for name, values in durations.items()}
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: now)
 
-    def set_to(durations):
-        readings = [0.0]
-        for duration in durations:
-            readings += [readings[-1] + 1e-3 * duration, readings[-1] + 1e-3 * duration]
-        ticks = iter(readings)
-        monkeypatch.setattr(_timing.time, "perf_counter", lambda: next(ticks))
+    class Program:
+        def __init__(self, name):
+            self.name = name
 
-    return set_to
+        def __call__(self, params, state, grads):
+            nonlocal now
+            now += 1e-3 * next(left[self.name])
+            calls.append(self.name)
+            return params, state
 
+        def memory_analysis(self):
+            return jax.jit(lambda x: x).lower(1.0).compile().memory_analysis()
 
-def test_medians_of_rounds_that_take_turns(clock):
-    still = lambda params, state, grads: (params, state)  # noqa: E731
-    init = lambda params: params  # noqa: E731
-    steps = [Step(REFERENCE, "update", init, still), Step("other", "step", init, still)]
-    # Rounds go the other way round by turns, the second step first; two of them do not count.
-    clock([99, 99, 99, 99, 6, 2, 4, 12, 8, 3])
+    def start(step, grads):
+        return _timing._Run(step, Program(step.optimizer), None, None, state_bytes=128)
+
+    monkeypatch.setattr(_timing, "_start", start)
+    steps = [Step(name, "step", lambda p: p, lambda p, s, g: (p, s)) for name in durations]
     first, second = time_steps(steps, [(8, 4)], rounds=3)
     assert first.rounds == pytest.approx([2, 4, 3])
     assert second.rounds == pytest.approx([6, 12, 8])
     assert (first.milliseconds, second.milliseconds) == pytest.approx((3, 8))
     assert (first.ratio, second.ratio) == pytest.approx((1, 8 / 3))
-    # Parameters, gradients and, here, a state that is a copy of the parameters.
-    assert first.state_bytes == 4
+    assert first.state_bytes == 128 / 32
+    # Every round has all steps, not always in the same order.
+    rounds = {tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)}
+    assert rounds == {(REFERENCE, "other"), ("other", REFERENCE)}
 
 
 def test_progress_counts_to_the_total():
