@@ -122,7 +122,8 @@ def zeros(
             blank = _blank(leaf, storage)
         elif has_average(leaf) or (others and leaf is not None):
             dtype = jnp.float32 if has_average(leaf) else leaf.dtype
-            blank = filled(jax.eval_shape(lambda x, dtype=dtype: x.astype(dtype), leaf), 0), None
+            struct = jax.eval_shape(lambda x, dtype=dtype: x.astype(dtype), leaf)
+            blank = filled(struct, 0, leaf), None
         else:
             _refuse_complex(path, leaf)
             blank = None, None
@@ -224,4 +225,4 @@ def path_name(path: Any) -> str:
 def _blank(leaf: Any, storage: Storage) -> tuple[jax.Array, Scales]:
     """What zeros are encoded as, without encoding them: all codes and scales are 0."""
     blank = jax.eval_shape(lambda x: encode(x, storage, key=0), leaf)
-    return jax.tree.map(lambda struct: filled(struct, 0), blank)
+    return jax.tree.map(lambda struct: filled(struct, 0, leaf), blank)

@@ -36,8 +36,13 @@ class Hints:
         self._seen: tuple[Any, list[NamedSharding | None]] | None = None
 
     def look_at(self, params: Any) -> None:
-        """Sees how parameters are partitioned, if they are arrays and no tracers."""
+        """Sees how parameters are partitioned, if they are arrays.
+
+        Tracers, as under `jax.jit` and `jax.eval_shape`, say nothing: what was seen before stands.
+        """
         leaves, treedef = leaves_of(params)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return
         self._seen = treedef, [_sharding_of(leaf) for leaf in leaves]
 
     def of(self, tree: Any) -> list[NamedSharding | None]:
