@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax import lax
 
 from qstate.kernels._filled import filled
@@ -49,8 +48,3 @@ class Gate:
     def open(self) -> jax.Array:
         """True (bool[]), which the compiler does not know."""
         return self.passed > 0
-
-    def apart(self, x: jax.Array) -> jax.Array:
-        """Numbers (float32), rounded as they are: no sum takes in the product that they are."""
-        zero = jnp.minimum(self.passed, 0)
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)

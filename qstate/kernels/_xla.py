@@ -183,12 +183,8 @@ class _Leaf:
         numbers = jax.tree.map(lambda s: scale_number(widen_scale(s)), scales)
         scale = own.spread(storage, numbers, part)
         if self._on_cpu and storage.format.fits_half:
-            x = decode_by_half(codes, scale, storage, self._gate.open)
-        else:
-            x = decode_scaled(storage.format.widen(codes), scale, storage)
-        # Where rows are filled up or cut anew, XLA computes a product again for each of its users,
-        # and may contract it into one of them and not into the other.
-        return x if view.full and own.blocks == view.blocks else self._gate.apart(x)
+            return decode_by_half(codes, scale, storage, self._gate.open)
+        return decode_scaled(storage.format.widen(codes), scale, storage)
 
     def _joined(self, parts: Sequence[jax.Array], storage: Storage, view: View) -> jax.Array:
         """Codes as they go through the gate."""

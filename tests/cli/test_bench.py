@@ -1,5 +1,6 @@
 """`qstate bench`: what it times and compiles, what it prints, and what it refuses."""
 
+import dataclasses
 import json
 
 import jax
@@ -134,6 +135,8 @@ def test_what_the_compilers_say(capsys, tmp_path):
 
 def test_a_compiler_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr(_targets, "_installed", lambda: {"jax"})
+    fresh = dataclasses.replace(_targets.V5E)  # what has been compiled for knows its devices
+    monkeypatch.setitem(_targets.TARGETS, "tpu:v5e", fresh)
     assert cli.main(["bench", "--compile-only", "tpu:v5e", "--quiet"]) == 2
     assert "needs libtpu" in capsys.readouterr().err
 
