@@ -12,6 +12,7 @@ _ALIASES, _ALIAS = "output_to_operand_aliasing=", re.compile(r"\{\d*\}: \(\d+, \
 
 _COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-\w+|ragged-all-to-all|reduce-scatter"
 _COLLECTIVE = re.compile(rf" ({_COLLECTIVES})(?:-start)?\(")
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
 _MOVES_NOTHING = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 
 
@@ -36,6 +37,8 @@ def moved_bytes(text: str) -> int:
             (start,) = taken[name]
             both = type_bytes(match[2])
             moved += size[name] + (both if size[taken[start][0]] else 0)
+        elif _ALLOCATES in line:
+            size[name] = 0  # nothing is in it to be read
         elif op not in _MOVES_NOTHING and not op.endswith("-start"):
             moved += size[name] + sum(size[operand] for operand in taken[name])
     return moved

@@ -81,7 +81,9 @@ def run(
     """
     tiles = _Tiles.of(program, shape)
     smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    outputs = len(program.dtypes)
+    outputs, fresh = len(program.dtypes), _fresh(program)
+    operands = gathered(scalars, offset, seeds, dense, stored)
+    placed = {len(operands) + i: k for i, k in enumerate(fresh)}
     results = pl.pallas_call(
         functools.partial(_kernel, program, shape, tiles, [*scalars]),
         grid=tiles.grid,
@@ -90,17 +92,18 @@ def run(
             smem,
             *[tiles.dense] * len(dense),
             *flat([tiles.stored(s) for s in program.reads]),
+            *[pl.BlockSpec(memory_space=pl.ANY)] * len(fresh),
         ],
         out_specs=[
             *[tiles.dense] * outputs,
             *flat([tiles.stored(s) for s in program.writes]),
         ],
         out_shape=shape.results(program),
-        input_output_aliases=aliases(program, len(dense)),
+        input_output_aliases=aliases(program, len(dense)) | placed,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="qstate",
-    )(*gathered(scalars, offset, seeds, dense, stored))
+    )(*operands, *[lax.empty((shape.rows, shape.columns), program.dtypes[k]) for k in fresh])
     return list(results[:outputs]), pairs(program.writes, results[outputs:])
 
 
@@ -143,10 +146,25 @@ class _Tiles:
         return codes, scales if storage.has_scales else None
 
 
+def _fresh(program: Program) -> list[int]:
+    """Numbers of 16-bit outputs that take no operand's memory, which is made for them.
+
+    Beside results of 8 bits XLA would tile them otherwise on a TPU v7x than what a program takes
+    and returns, and copy them; a result that takes an operand's memory is tiled like that one.
+    """
+    return [
+        k
+        for k, (dtype, onto) in enumerate(zip(program.dtypes, program.onto, strict=True))
+        if onto is None and jnp.dtype(dtype).itemsize == 2
+    ]
+
+
 def _kernel(program: Program, shape: Geometry, tiles: _Tiles, names, values, seeds, *refs):
     # values: SMEM float32[scalars]; seeds: SMEM uint32[2 + 2 * hashes], the offset first
     # dense, outputs: (rows, columns) of a tile; codes: the same, or half as many columns
     # scales: (rows, all blocks of a row)
+    results = len(shape.results(program))
+    refs = refs[: len(refs) - results - len(_fresh(program))] + refs[len(refs) - results :]
     scalars, (dense, read, out, written) = named(program, names, values, refs)
     i, j = pl.program_id(0), pl.program_id(1)
 

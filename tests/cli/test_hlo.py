@@ -46,6 +46,14 @@ def test_a_copy_adds_its_bytes():
     assert moved_bytes(copied) == moved_bytes(TEXT) + 2 * 128
 
 
+def test_memory_that_is_made_moves_nothing():
+    made = '  %new = f32[8,16]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
+    line = "  %call.1 = "
+    taken = TEXT.replace(line, made + line).replace("%flat, %done)", "%flat, %done, %new)")
+    assert "%new)" in taken
+    assert moved_bytes(taken) == moved_bytes(TEXT)
+
+
 def test_calls_of_a_target_and_their_aliases():
     assert calls(TEXT, "kernel") == [1]
     assert calls(TEXT.replace("{{1}: (1, {})}", "{{0}: (0, {}), {1}: (1, {})}"), "kernel") == [2]
