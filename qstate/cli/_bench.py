@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 
 from qstate.cli._compiling import compile_steps, program_table
 from qstate.cli._progress import Progress
+from qstate.cli._refusal import check_output, refuse
 from qstate.cli._steps import SHAPES, STORAGES, steps_of
 from qstate.cli._targets import TARGETS
 from qstate.cli._timing import time_steps, timing_table, total
@@ -88,15 +88,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Times or compiles, and reports; the exit status is 2 where the arguments will not do."""
     if args.rounds < FEWEST_ROUNDS:
-        return _refuse(f"--rounds must be at least {FEWEST_ROUNDS}, got {args.rounds}")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        return _refuse(f"--json {args.json}: not a file in a directory that exists")
+        return refuse("bench", f"--rounds must be at least {FEWEST_ROUNDS}, got {args.rounds}")
     if args.compile_only and args.peer:
-        return _refuse("--peer is for steps that run: leave it out, or --compile-only")
+        return refuse("bench", "--peer is for steps that run: leave it out, or --compile-only")
     try:
+        check_output("--json", args.json)
         report = _compile(args) if args.compile_only else _time(args)
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
-        return _refuse(str(error))
+        return refuse("bench", str(error))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     return 0
@@ -181,8 +180,3 @@ def _report(args: argparse.Namespace, shapes: Any, rows: Any) -> dict[str, Any]:
         "implementation": args.implementation,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-
-
-def _refuse(reason: str) -> int:
-    print(f"qstate bench: {reason}", file=sys.stderr)
-    return 2

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
+import qstate
 from qstate.cli._steps import Step, arrays
 from qstate.cli._table import format_table
 from qstate.cli._targets import Target
@@ -52,7 +52,7 @@ def compile_steps(
         show(done, f"{target.name}: {step.optimizer} {step.call}")
         state = jax.eval_shape(step.init, params)
         compiled = target.compile(step.advance, params, state, grads, donate=(0, 1))
-        kept = _nbytes((params, state))
+        kept = qstate.nbytes((params, state))
         rows.append(
             Program(
                 target=target.name,
@@ -60,7 +60,7 @@ def compile_steps(
                 call=step.call,
                 kernels=len(compiled.kernels),
                 moved_bytes=compiled.moved / size,
-                least_bytes=(2 * kept + _nbytes(grads)) / size,
+                least_bytes=(2 * kept + qstate.nbytes(grads)) / size,
                 temporary_bytes=compiled.temporary / size,
                 in_place=min(1.0, compiled.in_place / kept),
                 collectives=len(compiled.collectives),
@@ -100,7 +100,3 @@ def program_table(rows: Sequence[Program]) -> str:
         for row in rows
     ]
     return format_table(heading, cells, left=3)
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -3,12 +3,12 @@
 import argparse
 import dataclasses
 import importlib.util
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qstate.cli._progress import Progress
+from qstate.cli._refusal import check_output, refuse
 from qstate.cli._steps import STORAGES
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     needed = ("flax", "rich", "matplotlib") if args.plot else ("flax", "rich")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        return _refuse(f'needs {" and ".join(missing)}: pip install "qstate[demo]"')
+        return refuse("demo", f'needs {" and ".join(missing)}: pip install "qstate[demo]"')
     try:
         _check_arguments(args)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse("demo", str(error))
 
     from qstate.cli._data import DataError, load_corpus
     from qstate.cli._model import ModelConfig
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         storages = {name: _storages(name, args.rounding) for name in names}
         transforms = {name: _optimizer(name, storages[name], args.reset, config) for name in names}
     except (DataError, ValueError) as error:
-        return _refuse(str(error))
+        return refuse("demo", str(error))
 
     start = time.perf_counter()
     with Progress(config.steps, args.quiet, "compiling") as progress:
@@ -129,11 +129,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(reason: str) -> int:
-    print(f"qstate demo: {reason}", file=sys.stderr)
-    return 2
-
-
 def _check_arguments(args: argparse.Namespace) -> None:
     """Finds out now what would otherwise fail after minutes of training."""
     if args.steps < FEWEST_STEPS:
@@ -141,8 +136,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed must be at least 0 and below 2**32, got {args.seed}")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{option} {path}: not a file in a directory that exists")
+        check_output(option, path)
     if args.plot:
         from matplotlib.figure import Figure
 

@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from qstate import theory
+from qstate.cli._refusal import refuse
 from qstate.cli._table import format_table
 from qstate.numerics import FORMATS
 
@@ -119,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
     if args.format is not None:
         name = args.format.lower()
         if name not in FORMATS:
-            return _refuse(f"unknown format {args.format!r}; one of: {', '.join(FORMATS)}")
+            return refuse("plan", f"unknown format {args.format!r}; one of: {', '.join(FORMATS)}")
         formats = {name: FORMATS[name]}
     try:
         rows = plan_rows(formats, args.b2, args.tolerance, args.b1)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse("plan", str(error))
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2, allow_nan=False))
     else:
@@ -186,8 +186,3 @@ def _horizon(decay: float) -> str:
 
 def _ratio(rho: float) -> str:
     return f"{rho:.3g}" if rho >= 0.001 else f"{rho:.0e}"
-
-
-def _refuse(reason: str) -> int:
-    print(f"qstate plan: {reason}", file=sys.stderr)
-    return 2

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import qstate
 from qstate.cli._steps import REFERENCE, Step
 from qstate.cli._table import format_table
 
@@ -116,7 +117,7 @@ def timing_table(rows: Sequence[Timing]) -> str:
 def _start(step: Step, grads: Any) -> _Run:
     params = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32) * 0.2, grads)
     state = step.init(params)  # under jit another package's takes minutes to compile
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    size = qstate.nbytes(state)
     jitted = jax.jit(step.advance, donate_argnums=(0, 1))
     return _Run(step, jitted.lower(params, state, grads).compile(), params, state, size)
 

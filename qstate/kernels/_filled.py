@@ -3,10 +3,11 @@
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from qstate.kernels._partition import sharding_of
 
 
 def filled(struct: Any, value: float, beside: Any = None) -> jax.Array:
@@ -23,7 +24,7 @@ def filled(struct: Any, value: float, beside: Any = None) -> jax.Array:
     """
     mesh = getattr(struct.sharding, "mesh", None)
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        place = _sharding_of(beside)
+        place = sharding_of(beside)
         device = place and NamedSharding(place.mesh, struct.sharding.spec)
         return jnp.full_like(struct, value, device=device)
     array = jnp.full(struct.shape, value, struct.dtype, device=_fitting(struct, beside))
@@ -31,17 +32,9 @@ def filled(struct: Any, value: float, beside: Any = None) -> jax.Array:
     return lax.pcast(array, tuple(sorted(varying)), to="varying") if varying else array
 
 
-def _sharding_of(array: Any) -> NamedSharding | None:
-    """Of an array that is partitioned over named axes, and no tracer."""
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
-        return None
-    sharding = array.sharding
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
-
-
 def _fitting(struct: Any, beside: Any) -> NamedSharding | None:
     """A parameter's sharding for what belongs to it; everywhere what cannot be cut like it."""
-    sharding = _sharding_of(beside)
+    sharding = sharding_of(beside)
     if sharding is None:
         return None
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -20,6 +21,14 @@ LOCAL = "local"
 """Said of an array that is whole where it is worked on: on one device, or inside of a shard_map."""
 
 Placement = str | NamedSharding | None
+
+
+def sharding_of(array: Any) -> NamedSharding | None:
+    """Of an array that is partitioned over named axes, and no tracer."""
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return None
+    sharding = array.sharding
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
 
 def placement_of(array: Any, hint: NamedSharding | None) -> Placement:

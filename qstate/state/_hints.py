@@ -11,6 +11,7 @@ import jax
 import jax.core
 from jax.sharding import NamedSharding
 
+from qstate.kernels import sharding_of
 from qstate.state._average import leaves_of
 
 
@@ -43,24 +44,14 @@ class Hints:
         leaves, treedef = leaves_of(params)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return
-        self._seen = treedef, [_sharding_of(leaf) for leaf in leaves]
+        self._seen = treedef, [sharding_of(leaf) for leaf in leaves]
 
     def of(self, tree: Any) -> list[NamedSharding | None]:
         """What is known of every leaf of a tree like the parameters, None among the leaves."""
         leaves, treedef = leaves_of(tree)
         if self._given is not None:
-            spread = jax.tree.map(
-                lambda sharding, part: jax.tree.map(lambda _: sharding, part), self._given, tree
-            )
-            known = iter(jax.tree.leaves(spread))
+            known = iter(jax.tree.leaves(jax.tree.broadcast(self._given, tree)))
             return [None if leaf is None else next(known) for leaf in leaves]
         if self._seen is not None and self._seen[0] == treedef:
             return self._seen[1]
         return [None] * len(leaves)
-
-
-def _sharding_of(leaf: Any) -> NamedSharding | None:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-        return None
-    sharding = leaf.sharding
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None

@@ -68,8 +68,7 @@ def _lands(params: Any, mask: Any) -> Any:
         mask = True
     elif callable(mask):
         mask = mask(params)
-    spread = jax.tree.map(lambda m, part: jax.tree.map(lambda _: m, part), mask, params)
-    decays = iter(jax.tree.leaves(spread))
+    decays = iter(jax.tree.leaves(jax.tree.broadcast(mask, params)))
     return treedef.unflatten(None if p is None else _Land(bool(next(decays))) for p in leaves)
 
 

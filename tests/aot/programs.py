@@ -1,6 +1,5 @@
 """What is compiled in these tests."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +19,6 @@ def installed(target: Target) -> Target:
     except CompilerMissing as missing:
         pytest.skip(str(missing))
     return target
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def arrays(shapes: Sequence[tuple[int, ...]], dtype: Any = jnp.float32) -> list[Any]:

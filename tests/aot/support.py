@@ -1,7 +1,6 @@
 """What runs as a kernel where, as the table in docs/kernels.md: `python tests/aot/support.py`."""
 
 import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ HEADING = ["| m and v | parameters | TPU (Mosaic) | GPU (Triton) |", "|---|---|-
 _REFUSED = re.compile(r"cannot run this: (.*); use None")
 
 
-def cases() -> Iterator[tuple[str, tuple[int, ...], Storage, Storage]]:
+def cases() -> list[tuple[str, tuple[int, ...], Storage, Storage]]:
     """What stands in a row, the parameters' shape, and the storages of both moments."""
 
     def both(format, scaling, domain="linear"):
@@ -40,7 +39,7 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], Storage, Storage]]:
         )
 
     fp4 = lambda scaling: (both(E2M1, scaling)[0], both(UE2M2, scaling, "sqrt")[1])  # noqa: E731
-    rows = [
+    return [
         ("bf16", (1024, 4096), *both(BF16, NoScale())),
         ("float16, blocks of 128", (1024, 4096), *both(F16, Block(128))),
         ("e4m3, blocks of 32", (1024, 4096), *both(E4M3, Block(32))),
@@ -71,7 +70,6 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], Storage, Storage]]:
         ("e2m1 and √ue2m2, blocks of 128", (1601, 1300), *fp4(Block(128))),
         ("e2m1 and √ue2m2, blocks of 128", (64, 8300), *fp4(Block(128))),
     ]
-    yield from rows
 
 
 def transformation(implementation: str, mu: Storage, nu: Storage):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from aot.programs import arrays, installed, nbytes, state_first, stored_arrays
+from aot.programs import arrays, installed, state_first, stored_arrays
 from aot.support import HEADING, cases, refusal, table, transformation
 
+import qstate
 from qstate.cli._targets import H100, V5E
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -21,7 +22,7 @@ def test_the_table_of_what_runs_where_is_in_the_docs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [V5E, H100], ids=lambda target: target.name)
-@pytest.mark.parametrize("case", [*cases()], ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[0]}, {case[1]}")
 def test_what_is_called_a_kernel_compiles(case, target):
     _, shape, mu, nu = case
     if refusal(target.implementation, shape, mu, nu) is not None:
@@ -30,4 +31,4 @@ def test_what_is_called_a_kernel_compiles(case, target):
     state = jax.eval_shape(tx.init, gradients)
     program = installed(target).compile(state_first(tx), gradients, state, donate=1)
     assert program.kernels == [stored_arrays(state)]
-    assert program.in_place >= nbytes(state)
+    assert program.in_place >= qstate.nbytes(state)

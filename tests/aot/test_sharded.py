@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aot.programs import adam, installed, nbytes, state_first, stored_arrays
+from aot.programs import adam, installed, state_first, stored_arrays
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
@@ -78,10 +78,12 @@ def check(program: Compiled, state: Any, read: list[Any], kernel: int) -> None:
     scalars = len(jax.tree.leaves(state)) - len(partitioned)
     assert program.kernels == [kernel]
     assert program.collectives == []
-    assert program.arguments == nbytes((partitioned, read)) // DEVICES + SMALLEST * scalars
-    assert program.in_place >= nbytes(partitioned) // DEVICES
+    assert program.arguments == qstate.nbytes((partitioned, read)) // DEVICES + SMALLEST * scalars
+    assert program.in_place >= qstate.nbytes(partitioned) // DEVICES
     assert program.temporary <= TEMPORARY * read[0]["w"].size / DEVICES
-    assert program.moved <= MOVED * nbytes((partitioned, read, partitioned, read[0])) / DEVICES
+    assert (
+        program.moved <= MOVED * qstate.nbytes((partitioned, read, partitioned, read[0])) / DEVICES
+    )
 
 
 def check_kernel(mesh: Mesh, recipe: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
@@ -129,7 +131,7 @@ def test_parameters_are_updated_in_place_too(mesh, recipe):
         donate=(0, 1),
     )
     check(program, state, [params, params], kernel=1 + stored_arrays(state[0]))
-    assert program.in_place >= nbytes((params, state)) // DEVICES
+    assert program.in_place >= qstate.nbytes((params, state)) // DEVICES
 
 
 def test_leaves_are_partitioned_each_in_its_way(mesh):

@@ -4,7 +4,7 @@ import itertools
 
 import jax
 import pytest
-from aot.programs import adam, arrays, installed, nbytes, state_first, stored_arrays
+from aot.programs import adam, arrays, installed, state_first, stored_arrays
 
 import qstate
 from qstate.cli._targets import H100, Target
@@ -32,9 +32,9 @@ def check(target: Target, recipe: tuple[str, str], *shapes: tuple[int, int]) -> 
     in_place += dtype == "bfloat16" and target.platform == "tpu"
     assert program.kernels == [in_place] * len(shapes)
     assert not program.collectives
-    assert program.in_place >= nbytes(state)
+    assert program.in_place >= qstate.nbytes(state)
     assert program.temporary <= TEMPORARY * size
-    assert program.moved <= MOVED * 2 * nbytes((gradients, state))
+    assert program.moved <= MOVED * 2 * qstate.nbytes((gradients, state))
 
 
 def test_step_is_one_kernel_in_place(target, recipe):
@@ -57,4 +57,4 @@ def test_copies_are_found():
     state = jax.eval_shape(tx.init, gradients)
     program = installed(H100).compile(state_first(tx), gradients, state)
     assert program.in_place == 0
-    assert program.moved > MOVED * 2 * nbytes((gradients, state))
+    assert program.moved > MOVED * 2 * qstate.nbytes((gradients, state))

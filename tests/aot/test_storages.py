@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from aot.programs import adam, arrays, installed, nbytes, state_first, stored_arrays
+from aot.programs import adam, arrays, installed, state_first, stored_arrays
 from jax import lax
 
 import qstate
@@ -61,7 +61,7 @@ def test_kernel_compiles(target, pair, shape):
     state = jax.eval_shape(tx.init, gradients)
     program = target.compile(state_first(tx), gradients, state, donate=1)
     assert program.kernels == [stored_arrays(state)]
-    assert program.in_place >= nbytes(state)
+    assert program.in_place >= qstate.nbytes(state)
 
 
 F16_PAIR = (Storage(F16, Block(128), "stochastic"),) * 2
@@ -105,8 +105,8 @@ def test_steps_inside_of_scan(target, chain):
     rates = jax.ShapeDtypeStruct((7,), jnp.float32)
     program = target.compile(train, params, state, rates, donate=(0, 1))
     assert program.kernels == [4]
-    assert program.in_place >= nbytes((params, state))
-    assert program.temporary <= 1.01 * 2 * nbytes(params)  # gradients and updates
+    assert program.in_place >= qstate.nbytes((params, state))
+    assert program.temporary <= 1.01 * 2 * qstate.nbytes(params)  # gradients and updates
 
 
 def test_step_inside_of_cond(target, chain):
@@ -125,6 +125,6 @@ def test_step_inside_of_cond(target, chain):
     finite = jax.ShapeDtypeStruct((), jnp.bool_)
     program = target.compile(step, gradients, state, finite, donate=1)
     assert program.kernels == [4]
-    assert program.in_place >= nbytes(state)
+    assert program.in_place >= qstate.nbytes(state)
     # Updates before the learning rate; and XLA copies what a branch updates in place on a GPU.
-    assert program.temporary <= 1.01 * nbytes((gradients, state))
+    assert program.temporary <= 1.01 * qstate.nbytes((gradients, state))
